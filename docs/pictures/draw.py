@@ -13,6 +13,7 @@ import _attention_backward
 import _decode
 import _how_a_call_runs
 import _latent_attention
+import _latent_decode
 import _linear
 import _quantised_decode
 import _quantised_prefill
@@ -437,6 +438,7 @@ PICTURES = {
     "quantised_prefill": _quantised_prefill.draw,
     "attention_backward": _attention_backward.draw,
     "latent_attention": _latent_attention.draw,
+    "latent_decode": _latent_decode.draw,
     "linear": _linear.draw,
     "speeds": _speeds.draw,
     "training_memory": _training_memory.draw,

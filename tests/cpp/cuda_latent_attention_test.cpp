@@ -14,23 +14,27 @@ namespace {
 
 constexpr int64_t kQkDim = 576, kVDim = 512;
 
-class CudaLatentAttentionTest : public ::testing::TestWithParam<unsigned> {};
+struct Sequence {
+    int32_t queries, keys;
+};
 
-TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
-    Random random(GetParam());
+// Compares a random call for these sequences, each with so many splits, with what the CPU gives. Sequences
+// are packed if one of them has other than one query.
+void agrees_with_the_cpu(Random& random, const std::vector<Sequence>& sequences, int64_t heads,
+                         const std::vector<std::optional<int64_t>>& all_splits) {
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
-    const bool is_fp8 = random.one_in(2), is_packed = random.one_in(2);
-    const int64_t batch = random.pick({1, 2, 5}), heads = random.pick({1, 5, 16, 24, 128});
-    const int64_t page_size = random.pick({1, 7, 16, 64, 128});
+    const bool is_fp8 = random.one_in(2);
+    const bool is_packed =
+        std::any_of(sequences.begin(), sequences.end(), [](const Sequence& s) { return s.queries != 1; });
+    const int64_t batch = sequences.size(), page_size = random.pick({1, 7, 16, 64, 128});
     const int64_t gap = random.pick({0, 0, 16, 1});  // elements between the rows of q, and of the cache
     const int64_t row = kQkDim + gap;
 
     std::vector<int32_t> lengths, offsets = {0};
     int64_t max_pages = 1, num_pages = 1;
-    for (int64_t b = 0; b < batch; ++b) {
-        const int32_t queries = is_packed ? random.pick({b == 0 ? 3 : 0, 1, 2, 9}) : 1;
-        lengths.push_back(random.one_in(8) ? 0 : queries + random.pick({0, 1, 62, 64, 130, 900}));
-        offsets.push_back(offsets.back() + queries);
+    for (const Sequence& sequence : sequences) {
+        lengths.push_back(sequence.keys);
+        offsets.push_back(offsets.back() + sequence.queries);
         max_pages = std::max(max_pages, lengths.back() / page_size + 1);
         num_pages += lengths.back() / page_size + 1;
     }
@@ -68,6 +72,11 @@ TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
     args.softmax_scale = 1.0 / std::sqrt(192.0);
     args.causal = !random.one_in(4);
     if (is_fp8) args.kv_scale = 0.5f;
+    if (is_packed && random.one_in(2)) {
+        args.max_seqlen_q = 0;
+        for (const Sequence& sequence : sequences)
+            args.max_seqlen_q = std::max<int64_t>(*args.max_seqlen_q, sequence.queries);
+    }
     auto run = [&](auto view) {
         args.q = view(q, dtype, {total_q, heads, row});
         args.kv_pages = is_fp8 ? view(fp8, DType::float8_e4m3fn, {num_pages, page_size, row})
@@ -81,8 +90,7 @@ TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
         latent_attention(args);
     };
     run(kOnHost);
-    for (const std::optional<int64_t> splits :
-         std::vector<std::optional<int64_t>>{std::nullopt, 1, 2, 3, 40}) {
+    for (const std::optional<int64_t> splits : all_splits) {
         args.num_splits = splits;
         out.upload(nans(out.host.size(), dtype));
         lse.upload(std::vector<float>(lse.host.size(), NAN));
@@ -93,7 +101,46 @@ TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
     }
 }
 
+class CudaLatentAttentionTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
+    Random random(GetParam());
+    const bool is_packed = random.one_in(2);
+    std::vector<Sequence> sequences(random.pick({1, 2, 5}));
+    for (Sequence& sequence : sequences) {
+        sequence.queries = is_packed ? random.pick({&sequence == &sequences[0] ? 3 : 0, 1, 2, 9}) : 1;
+        sequence.keys = random.one_in(8) ? 0 : sequence.queries + random.pick({0, 1, 62, 64, 130, 900});
+    }
+    agrees_with_the_cpu(random, sequences, random.pick({1, 5, 16, 24, 128}), {std::nullopt, 1, 2, 3, 40});
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentAttentionTest, ::testing::Range(0u, 60u));
+
+// Few rows of many sequences, which Hopper shares out by their lengths: sequences that many CTAs read, CTAs
+// that read many sequences, and batches that are all alike.
+class CudaLatentDecodeTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaLatentDecodeTest, AgreesWithTheCpu) {
+    Random random(GetParam());
+    const int64_t heads = random.pick({1, 4, 8, 16});
+    const bool is_packed = heads < 16 && random.one_in(2), is_uniform = random.one_in(4);
+    std::vector<Sequence> sequences(is_small_scale() ? random.pick({16, 20, 33})
+                                                     : random.pick({16, 40, 70, 132, 140, 300, 390, 800}));
+    const int32_t length = random.pick({1, 31, 128, 200, 1000});
+    for (Sequence& sequence : sequences) {
+        const bool is_first = &sequence == &sequences[0];
+        sequence.queries =
+            is_packed ? random.pick({is_first ? 1 : 0, 1, 2, static_cast<int32_t>(16 / heads)}) : 1;
+        sequence.keys =
+            random.one_in(20) ? 0 : std::max(sequence.queries, random.pick({1, 30, 64, 100, 300}));
+        if (sequences.size() > 300) sequence.keys = std::min(sequence.keys, 64);
+        if (is_uniform) sequence = {1, sequences.size() > 300 ? 31 : length};
+    }
+    if (!is_uniform && random.one_in(2)) sequences[sequences.size() / 2] = {1, random.pick({1000, 6000})};
+    agrees_with_the_cpu(random, sequences, heads, {std::nullopt});
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentDecodeTest, ::testing::Range(0u, 50u));
 
 // Calls one behind the other, which programmatic dependent launch lets overlap, share their workspace.
 TEST(CudaLatentAttention, CallsInARowKeepApart) {

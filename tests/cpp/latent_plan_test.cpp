@@ -27,10 +27,10 @@ std::string ctas(const LatentAttentionArgs& args, const char* gpu) {
 }
 
 TEST(LatentPlan, FillsTheGpu) {
-    EXPECT_EQ(ctas(latent(32, 16, 4096), "h200"), "32 x 4");
-    EXPECT_EQ(ctas(latent(128, 16, 4096), "h200"), "128 x 1");
-    EXPECT_EQ(ctas(latent(1, 16, 64), "h200"), "1 x 1");
-    EXPECT_EQ(ctas(latent(1, 16, 4096), "h200"), "1 x 32");
+    EXPECT_EQ(ctas(latent(32, 64, 4096), "h200"), "32 x 4");
+    EXPECT_EQ(ctas(latent(128, 64, 4096), "h200"), "128 x 1");
+    EXPECT_EQ(ctas(latent(1, 64, 64), "h200"), "1 x 1");
+    EXPECT_EQ(ctas(latent(1, 64, 4096), "h200"), "1 x 32");
     EXPECT_EQ(ctas(latent(32, 128, 4096), "h200"), "64 x 2");
 }
 
@@ -54,7 +54,7 @@ TEST(LatentPlan, TwoSplitsAreCombinedWithinAClusterOnHopper) {
 TEST(LatentPlan, SplitsStayWithinKeys) {
     for (int64_t keys : {64, 128, 1024, 4096, 65536}) {
         for (int64_t batch : {1, 3, 32, 131, 133, 400}) {
-            const Explanation text = explain(latent(batch, 16, keys), "h200");
+            const Explanation text = explain(latent(batch, 64, keys), "h200");
             EXPECT_LE(std::stoll(field(text, "num_splits")), keys / 64) << batch << " x " << keys;
         }
     }
@@ -64,8 +64,10 @@ TEST(LatentPlan, TilesFitInSharedMemory) {
     for (const std::string& name : explainable_gpus()) {
         const int64_t room = cuda::find_gpu(name)->shared_bytes_per_block;
         for (bool is_fp8 : {false, true}) {
-            const Explanation text = explain(latent(8, 128, 4096, is_fp8), name);
-            EXPECT_LE(std::stoll(field(text, "shared_bytes")), room) << name;
+            for (int64_t heads : {16, 128}) {
+                const Explanation text = explain(latent(32, heads, 4096, is_fp8), name);
+                EXPECT_LE(std::stoll(field(text, "shared_bytes")), room) << name;
+            }
         }
     }
     LatentAttentionArgs args = latent(8, 16, 4096);
@@ -88,10 +90,35 @@ TEST(LatentPlan, HopperHasItsOwnKernel) {
     EXPECT_EQ(kernel(latent(8, 1, 4096), "h200"), "sm90_latent_attention");
     EXPECT_EQ(kernel(latent(8, 128, 4096, true), "h200"), "sm90_latent_attention") << "fp8";
     EXPECT_EQ(kernel(latent(8, 16, 4096, true), "h200"), "sm90_latent_attention") << "fp8";
+    EXPECT_EQ(kernel(latent(32, 16, 4096), "h200"), "sm90_latent_attention");
     for (double scale : {0.0, -0.1}) {
         args.softmax_scale = scale;
         EXPECT_EQ(kernel(args, "h200"), "latent_attention") << "it scales scores that are masked";
     }
+}
+
+TEST(LatentPlan, FewRowsOfManySequencesHaveAKernelOfTheirOwn) {
+    const auto decodes = [](const LatentAttentionArgs& args, const char* gpu = "h200") {
+        return explain(args, gpu).kernel.find("latent_decode") == 0;
+    };
+    LatentAttentionArgs args = latent(16, 16, 4096, true);
+    EXPECT_TRUE(decodes(args));
+    EXPECT_EQ(field(explain(args, "h200"), "num_ctas"), "132");
+    EXPECT_EQ(field(explain(args, "h200"), "num_splits"), "0") << "the lengths decide";
+    EXPECT_FALSE(decodes(args, "a100"));
+    args.num_splits = 4;
+    EXPECT_FALSE(decodes(args));
+    EXPECT_FALSE(decodes(latent(15, 16, 4096, true))) << "few sequences";
+    EXPECT_FALSE(decodes(latent(16, 17, 4096, true))) << "many rows";
+    EXPECT_TRUE(decodes(latent(1024, 16, 64, true)));
+    EXPECT_FALSE(decodes(latent(1025, 16, 64, true))) << "too many lengths for shared memory";
+    EXPECT_FALSE(decodes(latent(32, 16, 4096))) << "16 bits, and sequences may all be alike";
+    args = latent(32, 16, 4096);
+    args.kv_pages.shape[0] -= 1;
+    EXPECT_TRUE(decodes(args)) << "some are shorter than others";
+    args = latent(16, 16, 4096);
+    args.kv_pages.shape[1] = 63;  // which the copy engine cannot copy
+    EXPECT_TRUE(decodes(args));
 }
 
 TEST(LatentPlan, NamesWhatIsCompiled) {
@@ -99,8 +126,10 @@ TEST(LatentPlan, NamesWhatIsCompiled) {
     for (const char* gpu : {"h200", "a100", "l40s"}) {
         for (bool is_fp8 : {false, true}) {
             for (int64_t heads : {16, 128}) {
-                const std::string kernel = explain(latent(8, heads, 4096, is_fp8), gpu).kernel;
-                EXPECT_EQ(std::count(names.begin(), names.end(), kernel), 1) << kernel;
+                for (int64_t batch : {8, 32}) {
+                    const std::string kernel = explain(latent(batch, heads, 4096, is_fp8), gpu).kernel;
+                    EXPECT_EQ(std::count(names.begin(), names.end(), kernel), 1) << kernel;
+                }
             }
         }
     }

@@ -45,9 +45,9 @@ def make_numpy(shape: tuple[int, ...], dtype: str = "bfloat16") -> Any:
     return np.zeros(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
-def latent_arrays(page_size: int) -> list[Any]:
-    table = Shape((4, 64), "int32"), Shape((4,), "int32")
-    return [Shape((4, 16, 576)), Shape((99, page_size, 576)), *table]
+def latent_arrays(page_size: int, batch: int = 4) -> list[Any]:
+    table = Shape((batch, 64), "int32"), Shape((batch,), "int32")
+    return [Shape((batch, 16, 576)), Shape((99, page_size, 576)), *table]
 
 
 DECODE = "paged_attention", *decode_arrays(1, 4096)
@@ -71,6 +71,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     # The copy engine cannot cut pages of 60 tokens.
     "latent_attention": (("latent_attention", *latent_arrays(page_size=60)), {"softmax_scale": 0.1}),
     "sm90_latent_attention": (("latent_attention", *latent_arrays(page_size=64)), {"softmax_scale": 0.1}),
+    "latent_decode": (("latent_attention", *latent_arrays(64, batch=32)), {"softmax_scale": 0.1}),
     "rms_norm_kernel": (("rms_norm", Shape((2, 64)), Shape((64,))), {"residual": Shape((2, 64))}),
 }
 
@@ -372,9 +373,10 @@ def paged_call(
     return ("paged_attention", q, k_pages, v_pages, *table), packed | options
 
 
-def latent_call(heads: int) -> Any:
+def latent_call(heads: int, kv_dtype: str = "bfloat16") -> Any:
     table = Shape((32, 64), "int32"), Shape((32,), "int32")
-    return ("latent_attention", Shape((32, heads, 576)), Shape((2048, 64, 576)), *table), {"softmax_scale": 1}
+    arrays = Shape((32, heads, 576)), Shape((2048, 64, 576), kv_dtype), *table
+    return ("latent_attention", *arrays), {"softmax_scale": 1}
 
 
 def packed_call(head_dim: int, head_dim_v: int) -> Any:
@@ -394,6 +396,7 @@ DOCUMENTED = {
     "3 drafts in a tree, 32/4 heads of 128": paged_call(32, 4, 128, 3, tree_mask=Shape((96,), "int64")),
     "16 chosen pages, 32/8 heads of 128": paged_call(32, 8, 128, chosen_pages=Shape((32, 16), "int32")),
     "a token, 16 heads over latents": latent_call(16),
+    "a token, 16 heads over latents in fp8": latent_call(16, "float8_e4m3fn"),
     "a token, 128 heads over latents": latent_call(128),
     "packed prompts, keys of 192, values of 128": packed_call(192, 128),
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/fast_divide.h"
+#include "cuda/partial_words.cuh"
 
 #include <cstdint>
 
@@ -17,6 +18,8 @@ struct LatentLaunch {
     // num_q_heads], and their log-sum-exps. Rows of padding are not written.
     float* partial_out;  // [num_partials, total_rows, kLatentVDim]
     float* partial_lse;  // [num_partials, total_rows]
+    // latent_decode: kLatentPartialWords for each CTA (partial_words.cuh).
+    PartialWorkspace partial;
 };
 
 }  // namespace octavo::cuda

@@ -32,6 +32,11 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
     return static_cast<int32_t>(best);
 }
 
+// The most tiles of keys that latent_decode may have to read. A sequence without keys has one.
+int64_t decode_tiles(const LatentAttentionParams& p, int32_t tile_keys) {
+    return p.batch * std::max<int64_t>(ceil_divide(p.seqlen_k, tile_keys), 1);
+}
+
 // Whether the copy engine can copy tiles of the pages.
 bool are_boxes(const LatentAttentionParams& p) {
     constexpr int64_t kMostStride = int64_t{1} << 39;  // it takes no larger stride, in elements
@@ -48,6 +53,26 @@ bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const G
            p.softmax_scale > 0.0f && aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
+// Whether latent_decode can serve the call, which needs all rows of a sequence in one tile. It cuts sequences
+// where its CTAs' runs end, and so not into a number of splits that a caller asks for.
+bool can_decode(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
+    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && p.num_splits == 0 &&
+           int64_t{p.seqlen_q} * p.num_q_heads <= kLatentRows && p.batch <= kMaxLatentDecodeBatch &&
+           p.seqlen_k < (int64_t{1} << 31) - 256 &&
+           decode_tiles(p, latent_decode_keys(plan.is_fp8())) < (int64_t{1} << 31) &&
+           aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
+}
+
+// Whether latent_decode is likely the fastest. With few sequences too many of its CTAs share each of them.
+// Over 16 bits sm90_latent is as fast or faster where all sequences are alike, but takes the time of the
+// longest one. Unless sequences share pages, they cannot be alike where there are fewer pages than the page
+// table has room for.
+bool decodes_fastest(const LatentAttentionParams& p, const LatentPlan& plan, bool sm90_serves) {
+    if (p.batch < 16) return false;
+    if (plan.is_fp8() || !sm90_serves) return true;
+    return p.batch >= 32 && int64_t{p.batch} * p.seqlen_k > p.num_pages * p.page_size;
+}
+
 std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
     return text_of("latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ", ",
                    tiles.keys, " keys, ", tiles.stages, " stages>");
@@ -55,6 +80,10 @@ std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
 
 std::string sm90_name_of(DType dtype, bool is_fp8) {
     return text_of("sm90_latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ">");
+}
+
+std::string decode_name_of(DType dtype, bool is_fp8) {
+    return text_of("latent_decode<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ">");
 }
 
 }  // namespace
@@ -68,17 +97,30 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
         ++plan.row;
     plan.q_aligned = aligned(p.q, 16, {p.q_token_stride, p.q_head_stride}, p.dtype);
     plan.kv_aligned = aligned(p.kv, 16, {p.kv_page_stride, p.kv_slot_stride}, p.kv_dtype);
-    plan.is_sm90 = serves_sm90(p, plan, gpu);
+    const bool sm90_serves = serves_sm90(p, plan, gpu);
+    if (can_decode(p, plan, gpu) && decodes_fastest(p, plan, sm90_serves))
+        plan.kernel = LatentKernel::latent_decode;
+    else if (sm90_serves)
+        plan.kernel = LatentKernel::sm90_latent;
     plan.num_sequences = p.total_q == 0 ? 0 : p.batch;
     plan.num_q_heads = p.num_q_heads;
     plan.total_rows = p.total_q * p.num_q_heads;
     plan.tiles_per_sequence =
         static_cast<int32_t>(ceil_divide(int64_t{p.seqlen_q} * p.num_q_heads, plan.rows()));
+    if (plan.kernel == LatentKernel::latent_decode) {
+        plan.cluster = 1;
+        const int64_t most = ceil_divide(decode_tiles(p, plan.keys()) * plan.keys(), kLatentDecodeMinKeys);
+        if (plan.num_sequences > 0)
+            plan.num_ctas =
+                static_cast<int32_t>(std::min<int64_t>(gpu.num_sms, std::max<int64_t>(most, p.batch)));
+        return plan;
+    }
+    const bool is_sm90 = plan.kernel == LatentKernel::sm90_latent;
     plan.num_splits = p.num_splits > 0
                           ? p.num_splits
                           : choose_num_splits(plan.num_row_tiles(), ceil_divide(p.seqlen_k, plan.keys()),
-                                              gpu.num_sms, plan.is_sm90);
-    plan.cluster = cluster_of(plan.is_sm90, plan.num_splits);
+                                              gpu.num_sms, is_sm90);
+    plan.cluster = cluster_of(is_sm90, plan.num_splits);
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
     if (std::max(plan.grid().x, plan.total_rows) > kMaxGridX) {
         fail<ValueError>("latent_attention", "the batch has ", plan.total_rows, " rows in ",
@@ -89,12 +131,26 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
 
 Explanation describe(const LatentPlan& plan) {
     Explanation text;
-    text.file = plan.is_sm90 ? "src/cuda/sm90_latent/kernel.cuh" : "src/cuda/latent/kernel.cuh";
-    text.kernel = plan.is_sm90 ? sm90_name_of(plan.dtype, plan.is_fp8())
-                               : name_of(plan.dtype, plan.is_fp8(), plan.tiles());
     text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",
                            counted(plan.num_splits, "split"), ": ", counted(plan.grid().size(), "CTA"),
                            " of ", plan.threads(), " threads");
+    switch (plan.kernel) {
+        case LatentKernel::latent:
+            text.file = "src/cuda/latent/kernel.cuh";
+            text.kernel = name_of(plan.dtype, plan.is_fp8(), plan.tiles());
+            break;
+        case LatentKernel::sm90_latent:
+            text.file = "src/cuda/sm90_latent/kernel.cuh";
+            text.kernel = sm90_name_of(plan.dtype, plan.is_fp8());
+            break;
+        case LatentKernel::latent_decode:
+            text.file = "src/cuda/latent_decode/kernel.cuh";
+            text.kernel = decode_name_of(plan.dtype, plan.is_fp8());
+            text.summary = text_of(counted(plan.num_row_tiles(), "sequence"), " of up to ", plan.rows(),
+                                   " rows, in equal runs of keys for ", counted(plan.num_ctas, "CTA"), " of ",
+                                   plan.threads(), " threads");
+            break;
+    }
     if (plan.num_partials() > 1) text.summary += "; then combine_latent_kernel";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
@@ -112,7 +168,7 @@ Explanation describe(const LatentPlan& plan) {
         {"num_ctas", plan.grid().size()},
         {"threads", int64_t{plan.threads()}},
         {"shared_bytes", plan.shared_bytes()},
-        {"workspace_bytes", plan.workspace_bytes()},
+        {"workspace_bytes", plan.workspace_bytes() + 4 * plan.workspace_words()},
     };
     return text;
 }
@@ -126,6 +182,7 @@ std::vector<std::string> latent_attention_instances() {
     for (DType dtype : kAttentionTypes) {
         for (bool is_fp8 : {false, true}) {
             names.push_back(sm90_name_of(dtype, is_fp8));
+            names.push_back(decode_name_of(dtype, is_fp8));
             for (const LatentTiles& tiles : kLatentTiles) {
                 names.push_back(name_of(dtype, is_fp8, tiles));
             }

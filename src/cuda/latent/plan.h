@@ -1,4 +1,5 @@
-// How latent_attention would work through a batch: which of its two kernels serves, and how it cuts the work.
+// How latent_attention would work through a batch: which of its three kernels serves, and how it cuts the
+// work.
 #pragma once
 
 #include "cuda/gpu.h"
@@ -46,29 +47,85 @@ constexpr int64_t kSm90LatentSharedBytes =
     int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
     9 * 4 * kSm90LatentRows + 8 * 8;
 
+// latent_decode: eight warps multiply tiles of keys that four others copy. CTAs that share a sequence have to
+// combine their results, so that there are no more of them than one for each kLatentDecodeMinKeys keys or so.
+constexpr int32_t latent_decode_keys(bool is_fp8) { return is_fp8 ? 64 : 32; }
+constexpr int32_t kLatentDecodeStages = 4;
+constexpr int32_t kLatentDecodeConsumers = 256, kLatentDecodeThreads = 384;
+constexpr int32_t kLatentDecodeMinKeys = 128;
+constexpr int32_t kMaxLatentDecodeBatch = 1024;  // whose lengths fit into shared memory
+// The partial results of this many CTAs are added up by one of them.
+constexpr int32_t kLatentFanIn = 12;
+// 32-bit words of a CTA's partial results: sums of all rows, and for each warp the softmax states of all
+// rows.
+constexpr int32_t kLatentPartialWords =
+    kLatentRows * kLatentVDim + kLatentDecodeConsumers / 32 * kLatentRows * 2;
+// Tiles of keys; what warps exchange, as much as a CTA's partial results, which takes the place of the
+// queries; scores of two tiles, in two parts; a number for each row, two for each sequence and one for each
+// warp; and barriers (LatentDecodeShared).
+constexpr int64_t latent_decode_shared_bytes(bool is_fp8) {
+    const int64_t row = (is_fp8 ? 1 : 2) * kLatentQkDim + kLatentPadBytes, keys = latent_decode_keys(is_fp8);
+    return kLatentDecodeStages * (keys * row + 2 * 8) + kLatentPartialWords * 4 +
+           2 * 2 * kLatentRows * (keys + 8) * 4 + kLatentRows * 4 + kMaxLatentDecodeBatch * 8 +
+           kLatentDecodeThreads / 32 * 4;
+}
+
+// `latent` runs on all GPUs, the others on Hopper: `sm90_latent` with many rows, `latent_decode` with few.
+enum class LatentKernel { latent, sm90_latent, latent_decode };
+
 struct LatentPlan {
     DType dtype, kv_dtype;
-    bool is_sm90;  // whether sm90_latent runs; otherwise the kernel for all GPUs does
-    int32_t row;   // a row of kLatentTiles
+    LatentKernel kernel;
+    int32_t row;  // a row of kLatentTiles
     int32_t num_sequences, num_q_heads;
     int32_t tiles_per_sequence;  // tiles of rows; a bound when the queries are packed
-    int32_t num_splits;
-    int32_t cluster;  // CTAs that combine the results of their splits themselves
+    int32_t num_splits;          // 0 in latent_decode, where the lengths decide
+    int32_t cluster;             // CTAs that combine the results of their splits themselves
+    int32_t num_ctas;            // of latent_decode
     int64_t total_rows;
     bool q_aligned, kv_aligned;  // whether all rows start at multiples of 16 bytes
 
     bool is_fp8() const { return kv_dtype != dtype; }
     const LatentTiles& tiles() const { return kLatentTiles[row]; }
-    int32_t rows() const { return is_sm90 ? kSm90LatentRows : kLatentRows; }
-    int32_t keys() const { return is_sm90 ? kSm90LatentKeys : tiles().keys; }
-    int32_t stages() const { return is_sm90 ? kSm90LatentStages : tiles().stages; }
-    int64_t shared_bytes() const { return is_sm90 ? kSm90LatentSharedBytes : tiles().shared_bytes(is_fp8()); }
-    int32_t threads() const { return is_sm90 ? kSm90LatentThreads : kLatentThreads; }
+    int32_t rows() const { return kernel == LatentKernel::sm90_latent ? kSm90LatentRows : kLatentRows; }
+    int32_t keys() const {
+        switch (kernel) {
+            case LatentKernel::latent_decode: return latent_decode_keys(is_fp8());
+            case LatentKernel::sm90_latent: return kSm90LatentKeys;
+            default: return tiles().keys;
+        }
+    }
+    int32_t stages() const {
+        switch (kernel) {
+            case LatentKernel::latent_decode: return kLatentDecodeStages;
+            case LatentKernel::sm90_latent: return kSm90LatentStages;
+            default: return tiles().stages;
+        }
+    }
+    int64_t shared_bytes() const {
+        switch (kernel) {
+            case LatentKernel::latent_decode: return latent_decode_shared_bytes(is_fp8());
+            case LatentKernel::sm90_latent: return kSm90LatentSharedBytes;
+            default: return tiles().shared_bytes(is_fp8());
+        }
+    }
+    int32_t threads() const {
+        switch (kernel) {
+            case LatentKernel::latent_decode: return kLatentDecodeThreads;
+            case LatentKernel::sm90_latent: return kSm90LatentThreads;
+            default: return kLatentThreads;
+        }
+    }
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
     int32_t num_partials() const { return num_splits / cluster; }  // of each row
-    Grid grid() const { return {num_row_tiles() * cluster, num_partials()}; }
+    Grid grid() const {
+        if (kernel == LatentKernel::latent_decode) return {num_ctas};
+        return {num_row_tiles() * cluster, num_partials()};
+    }
     int64_t num_partial_rows() const { return num_partials() > 1 ? num_partials() * total_rows : 0; }
     int64_t workspace_bytes() const { return num_partial_rows() * (kLatentVDim + 1) * 4; }
+    // Words of the workspace that is zero between launches.
+    int64_t workspace_words() const { return int64_t{num_ctas} * kLatentPartialWords; }
 };
 
 LatentPlan plan_latent_attention(const LatentAttentionParams& params, const Gpu& gpu);

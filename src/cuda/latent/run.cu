@@ -2,6 +2,7 @@
 #include "cuda/backend.h"
 #include "cuda/latent/combine.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/partial_workspace.h"
 #include "cuda/tma/tensor_map.h"
 #include "cuda/workspace.h"
 
@@ -20,6 +21,10 @@ void launch_latent(const LatentAttentionParams&, const LatentPlan&, const Latent
 template <class T, bool kIsFp8>
 void launch_sm90_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&,
                         const CUtensorMap&, cudaStream_t);
+
+// Compiled from latent_decode/instance.cu.in.
+template <class T, bool kIsFp8>
+void launch_latent_decode(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&, cudaStream_t);
 
 namespace {
 
@@ -44,14 +49,22 @@ template <class T>
 void run(const LatentAttentionParams& p, const LatentPlan& plan, const LatentLaunch& arguments,
          cudaStream_t stream) {
     if constexpr (OCTAVO_HAS_SM90_KERNELS) {
-        if (plan.is_sm90 && plan.is_fp8())
-            launch_sm90_latent<T, true>(p, plan, arguments, {}, stream);
-        else if (plan.is_sm90)
-            launch_sm90_latent<T, false>(p, plan, arguments, map_of_pages(p), stream);
+        if (plan.kernel == LatentKernel::latent_decode) {
+            if (plan.is_fp8())
+                launch_latent_decode<T, true>(p, plan, arguments, stream);
+            else
+                launch_latent_decode<T, false>(p, plan, arguments, stream);
+        }
+        if (plan.kernel == LatentKernel::sm90_latent) {
+            if (plan.is_fp8())
+                launch_sm90_latent<T, true>(p, plan, arguments, {}, stream);
+            else
+                launch_sm90_latent<T, false>(p, plan, arguments, map_of_pages(p), stream);
+        }
     }
-    if (!plan.is_sm90)
+    if (plan.kernel == LatentKernel::latent)
         (plan.is_fp8() ? kLaunches<T, true> : kLaunches<T, false>)[plan.row](p, plan, arguments, stream);
-    if (plan.num_partials() == 1) return;
+    if (plan.num_partials() <= 1) return;
     const LaunchShape shape{dim3(static_cast<unsigned>(plan.total_rows)), kCombineLatentThreads, true};
     launch<combine_latent_kernel<T>>("latent_attention", p.device.index, stream, shape, p, arguments);
 }
@@ -76,6 +89,7 @@ void latent_attention(const LatentAttentionParams& p, void* stream) {
     arguments.kv_aligned = plan.kv_aligned;
     arguments.partial_out = workspace.floats();
     arguments.partial_lse = arguments.partial_out + plan.num_partial_rows() * kLatentVDim;
+    arguments.partial = partial_workspace(p.device.index, cuda_stream, plan.workspace_words());
     if (p.dtype == DType::float16)
         run<float16>(p, plan, arguments, cuda_stream);
     else

@@ -29,6 +29,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect_cluster(uint32_t barrier,
                  : "memory");
 }
 
+// Arrives once all copies that this thread has started by cp.async have arrived. The count that the barrier
+// was initialised with has to include this.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
 // Arrives, and keeps the phase open until `bytes` bytes have arrived, too.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),

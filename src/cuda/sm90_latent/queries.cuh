@@ -1,7 +1,7 @@
 // Brings a CTA's queries to shared memory, before its consumers begin.
 #pragma once
 
-#include "common/float_bits.h"
+#include "cuda/latent/round_queries.cuh"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_latent/shared.cuh"
 #include "cuda/types.h"
@@ -10,31 +10,6 @@
 #include <type_traits>
 
 namespace octavo::cuda {
-
-// Rounds a row of bfloat16, of which four lanes have a quarter each, to float16, divided by a power of two
-// that brings its largest element near 2^10. Returns this power.
-template <int kChunks>
-__device__ float round_to_float16(uint4 (&chunks)[kChunks]) {
-    auto for_each_word = [&](auto f) {
-#pragma unroll
-        for (int i = 0; i < kChunks; ++i) f(chunks[i].x), f(chunks[i].y), f(chunks[i].z), f(chunks[i].w);
-    };
-    float largest = 0.0f;
-    for_each_word([&](uint32_t word) {
-        const float2 pair = unpack<bfloat16>(word);
-        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-    });
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    constexpr int32_t kLeastExponent = -40;  // of rows below it, zeros among them
-    const int32_t exponent = max(static_cast<int32_t>(__float_as_uint(largest) >> 23) - 127, kLeastExponent);
-    const float factor = power_of_two(10 - exponent);
-    for_each_word([&](uint32_t& word) {
-        const float2 pair = unpack<bfloat16>(word);
-        word = pack<float16>(pair.x * factor, pair.y * factor);
-    });
-    return power_of_two(exponent - 10);
-}
 
 // Copies queries, four lanes each, and zeros where the tile has more rows than there are. The 256 threads of
 // the consumers call this.
@@ -54,7 +29,7 @@ __device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const L
     }
     if constexpr (kIsFp8) {
         float unit = 1.0f;
-        if constexpr (std::is_same_v<T, bfloat16>) unit = round_to_float16(chunks);
+        if constexpr (std::is_same_v<T, bfloat16>) unit = round_to_float16<4>(chunks);
         if (quarter == 0) shared.query_unit[r] = unit;
     }
 #pragma unroll
