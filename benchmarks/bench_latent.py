@@ -3,6 +3,7 @@
     python benchmarks/bench_latent.py --json latent.jsonl
 
 One query a sequence, pages of 64 tokens shuffled over the cache, rows of 576 numbers of which 512 are values.
+In a case whose name has "upto", lengths are spread evenly up to the one that is given, in random order.
 Times, and the check of every contestant's output against float64, are as in bench_decode.py. A peer that
 cannot be imported is left out: FlashInfer is the package flashinfer, FlashMLA the package flash_mla
 (build_flashmla.py makes it).
@@ -14,6 +15,7 @@ for those the column TFLOP/s counts.
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,30 +39,41 @@ class LatentCase:
     length: int
     num_q_heads: int
     kv_dtype: str = "bfloat16"
+    is_spread: bool = False  # lengths are spread up to `length`
 
     @property
     def name(self) -> str:
         kind = "" if self.kv_dtype == "bfloat16" else "_fp8"
-        return f"mla_b{self.batch}_s{self.length}_h{self.num_q_heads}{kind}"
+        upto = "upto" if self.is_spread else ""
+        return f"mla_b{self.batch}_s{upto}{self.length}_h{self.num_q_heads}{kind}"
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.is_spread:
+            return [self.length] * self.batch
+        lengths = [self.length * (b + 1) // self.batch for b in range(self.batch)]
+        random.Random(0).shuffle(lengths)
+        return lengths
 
     @property
     def num_bytes(self) -> int:
         """The bytes of the cache, queries and results."""
         element = 2 if self.kv_dtype == "bfloat16" else 1
         rows = self.batch * self.num_q_heads
-        return self.batch * self.length * QK_DIM * element + rows * 2 * (QK_DIM + V_DIM)
+        return sum(self.lengths) * QK_DIM * element + rows * 2 * (QK_DIM + V_DIM)
 
     @property
     def flops(self) -> int:
-        return 2 * self.batch * self.num_q_heads * self.length * (QK_DIM + V_DIM)
+        return 2 * self.num_q_heads * sum(self.lengths) * (QK_DIM + V_DIM)
 
 
+KV_DTYPES = "bfloat16", "float8_e4m3fn"
 CASES = [
     LatentCase(batch, 4096, num_q_heads, kv_dtype)
-    for kv_dtype in ("bfloat16", "float8_e4m3fn")
+    for kv_dtype in KV_DTYPES
     for num_q_heads in (16, 128)
     for batch in (1, 32, 128)
-]
+] + [LatentCase(batch, 8192, 16, kv_dtype, is_spread=True) for kv_dtype in KV_DTYPES for batch in (32, 128)]
 
 
 @dataclass(frozen=True)
@@ -75,11 +88,15 @@ class LatentInputs:
 def make_inputs(case: LatentCase) -> LatentInputs:
     import torch
 
-    num_pages = case.batch * case.length // PAGE_SIZE
+    pages_of = [-(-length // PAGE_SIZE) for length in case.lengths]
+    num_pages = sum(pages_of)
     values = torch.randn(num_pages, PAGE_SIZE, QK_DIM, dtype=torch.bfloat16, device="cuda")
-    table = torch.randperm(num_pages, device="cuda").to(torch.int32).view(case.batch, -1)
+    table = torch.zeros(case.batch, case.length // PAGE_SIZE, dtype=torch.int32, device="cuda")
+    pages = torch.randperm(num_pages, device="cuda").to(torch.int32)
+    for row, own in zip(table, pages.split(pages_of), strict=True):
+        row[: len(own)] = own
     q = torch.randn(case.batch, case.num_q_heads, QK_DIM, dtype=torch.bfloat16, device="cuda")
-    lengths = torch.full((case.batch,), case.length, dtype=torch.int32, device="cuda")
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
     out = torch.empty(case.batch, case.num_q_heads, V_DIM, dtype=torch.bfloat16, device="cuda")
     return LatentInputs(q, values.to(getattr(torch, case.kv_dtype)), table, lengths, out)
 
@@ -88,7 +105,7 @@ def max_error(case: LatentCase, inputs: LatentInputs, out: Tensor) -> float:
     """The error in the first, a middle and the last sequence, relative to a row's largest element."""
     worst = 0.0
     for b in {0, case.batch // 2, case.batch - 1}:
-        keys = inputs.kv_pages[inputs.page_table[b].long()].flatten(0, 1).double()
+        keys = inputs.kv_pages[inputs.page_table[b].long()].flatten(0, 1)[: case.lengths[b]].double()
         weights = (inputs.q[b].double() @ keys.T * SCALE).softmax(-1)
         expected = weights @ keys[:, :V_DIM]
         error = (out[b].double() - expected).abs() / expected.abs().amax(-1, keepdim=True)
@@ -112,11 +129,12 @@ def flashinfer_call(backend: str, case: LatentCase, inputs: LatentInputs) -> Cal
     mla: Any = importlib.import_module("flashinfer.mla")
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     wrapper = mla.BatchMLAPagedAttentionWrapper(workspace, backend=backend)
-    steps = torch.arange(case.batch + 1, dtype=torch.int32, device="cuda")
+    pages = (inputs.seq_lens + PAGE_SIZE - 1) // PAGE_SIZE
+    is_used = torch.arange(inputs.page_table.shape[1], device="cuda") < pages[:, None]
     wrapper.plan(
-        qo_indptr=steps,
-        kv_indptr=steps * (case.length // PAGE_SIZE),
-        kv_indices=inputs.page_table.flatten(),
+        qo_indptr=torch.arange(case.batch + 1, dtype=torch.int32, device="cuda"),
+        kv_indptr=torch.nn.functional.pad(pages.cumsum(0, dtype=torch.int32), (1, 0)),
+        kv_indices=inputs.page_table[is_used],
         kv_len_arr=inputs.seq_lens,
         num_heads=case.num_q_heads,
         head_dim_ckv=V_DIM,
