@@ -1,10 +1,9 @@
 // The products of latent_decode, by mma.sync: scores of a quarter of the keys and half of their numbers, and
-// values of half of the keys and a quarter of the columns. Rows of queries are on the instruction's side
-// of 16.
+// values of half of the keys and a quarter of the columns. Rows of queries are on the instruction's side of
+// 16.
 //
 // A lane is lane 4 g + t, as mma.sync numbers them. Codes of fp8 become float16 in registers, exactly, in the
-// order in which ldmatrix loads them (like those of
-// decode/code_products.cuh):
+// order in which ldmatrix loads them, as in decode/code_products.cuh:
 //
 //     keys     a word holds numbers 4t .. 4t + 3 of a chunk of 16, of key g; queries have the same order
 //     values   transposed in units of two bytes: columns 2g, 2g + 1 of keys 2t, 2t + 1. Every other column

@@ -1,5 +1,6 @@
 // The schedule of latent_decode (stream-K): every CTA has an equal run of all tiles of keys, wherever
-// sequences end, and finds it on the device from the lengths alone.
+// sequences end, and finds it on the device from the lengths alone. But where all sequences are alike, and
+// that leaves few SMs idle, runs end where sequences end.
 //
 //     sequences |------- 0 -------|--- 1 ---|-------------- 2 --------------|- 3 -|
 //     CTAs      |      0      |      1      |      2      |      3      |     4     |
@@ -79,7 +80,7 @@ class LatentSchedule {
     // The CTA that has the first tile of the segment's sequence.
     __device__ int32_t first_cta(const LatentSegment& segment) const {
         if (ctas_per_sequence_ > 0) return segment.sequence * ctas_per_sequence_;
-        if (segment.begin == 0) return cta_;  // so it is for every segment of a CTA with whole sequences
+        if (segment.begin == 0) return cta_;  // always so where a CTA has whole sequences
         const int32_t tile = begin_of_sequence(segment.sequence), in_larger = larger_ * (size_ + 1);
         return tile < in_larger ? tile / (size_ + 1) : larger_ + (tile - in_larger) / size_;
     }
