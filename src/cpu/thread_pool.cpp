@@ -1,5 +1,7 @@
 #include "cpu/thread_pool.h"
 
+#include "cpu/float_mode.h"
+
 #include <octavo/build_info.h>
 #include <octavo/error.h>
 
@@ -164,6 +166,7 @@ class ThreadPool {
     }
 
     void work() {
+        const DefaultFloatMode mode;  // not that of the caller who happened to need the thread first
         Contention contention;
         std::unique_lock lock(mutex_);
         bool expects_work = true;

@@ -3,6 +3,7 @@
 #include "checks/checks.h"
 #include "common/print_kernels.h"
 #include "cpu/backend.h"
+#include "cpu/float_mode.h"
 #include "cuda/backend.h"
 
 #include <vector>
@@ -16,61 +17,65 @@ void require_values(const char* op, Device device) {
         fail<DeviceError>(op, "arrays on the device meta have no values to work on");
 }
 
-// Runs the checked call on the backend that its device picks.
-template <class Params>
-void run(const char* op, const Params& p, void* stream, void (*on_cpu)(const Params&),
+// Checks a call, and runs it on the backend that its device picks.
+template <class Args, class Params>
+void run(const char* op, const Args& args, Params (*check)(const Args&), void (*on_cpu)(const Params&),
          void (*on_cuda)(const Params&, void*)) {
+    const cpu::DefaultFloatMode mode;
+    const Params p = check(args);
     require_values(op, p.device);
-    if (p.device.type == DeviceType::cuda) return on_cuda(p, stream);  // prints what it runs
+    if (p.device.type == DeviceType::cuda) return on_cuda(p, args.stream);  // prints what it runs
     if (prints_kernels()) print_kernel(cpu::explain(p));
     on_cpu(p);
 }
 
-}  // namespace
-
-void attention(const AttentionArgs& args) {
-    run("attention", check_attention(args), args.stream, cpu::attention, cuda::attention);
-}
-
-void paged_attention(const PagedAttentionArgs& args) {
-    run("paged_attention", check_paged_attention(args), args.stream, cpu::paged_attention,
-        cuda::paged_attention);
-}
-
-void append_kv(const AppendKvArgs& args) {
-    run("append_kv", check_append_kv(args), args.stream, cpu::append_kv, cuda::append_kv);
-}
-
-void copy_pages(const CopyPagesArgs& args) {
-    run("copy_pages", check_copy_pages(args), args.stream, cpu::copy_pages, cuda::copy_pages);
-}
-
-void merge_states(const MergeStatesArgs& args) {
-    run("merge_states", check_merge_states(args), args.stream, cpu::merge_states, cuda::merge_states);
-}
-
-void attention_backward(const AttentionBackwardArgs& args) {
-    run("attention_backward", check_attention_backward(args), args.stream, cpu::attention_backward,
-        cuda::attention_backward);
-}
-
-void linear(const LinearArgs& args) {
+LinearParams check_linear_of_octavo(const LinearArgs& args) {
     const LinearParams params = check_linear(args);
     require_kernel("linear", params);
     if (params.plan && params.plan->kernel == LinearKernel::library) {
         fail<ValueError>("linear", "plan must be one of a kernel of Octavo's, which has no library to hand ",
                          "over to here; got ", params.plan->to_string());
     }
-    run("linear", params, args.stream, cpu::linear, cuda::linear);
+    return params;
+}
+
+}  // namespace
+
+void attention(const AttentionArgs& args) {
+    run("attention", args, check_attention, cpu::attention, cuda::attention);
+}
+
+void paged_attention(const PagedAttentionArgs& args) {
+    run("paged_attention", args, check_paged_attention, cpu::paged_attention, cuda::paged_attention);
+}
+
+void append_kv(const AppendKvArgs& args) {
+    run("append_kv", args, check_append_kv, cpu::append_kv, cuda::append_kv);
+}
+
+void copy_pages(const CopyPagesArgs& args) {
+    run("copy_pages", args, check_copy_pages, cpu::copy_pages, cuda::copy_pages);
+}
+
+void merge_states(const MergeStatesArgs& args) {
+    run("merge_states", args, check_merge_states, cpu::merge_states, cuda::merge_states);
+}
+
+void attention_backward(const AttentionBackwardArgs& args) {
+    run("attention_backward", args, check_attention_backward, cpu::attention_backward,
+        cuda::attention_backward);
+}
+
+void linear(const LinearArgs& args) {
+    run("linear", args, check_linear_of_octavo, cpu::linear, cuda::linear);
 }
 
 void rms_norm(const RmsNormArgs& args) {
-    run("rms_norm", check_rms_norm(args), args.stream, cpu::rms_norm, cuda::rms_norm);
+    run("rms_norm", args, check_rms_norm, cpu::rms_norm, cuda::rms_norm);
 }
 
 void latent_attention(const LatentAttentionArgs& args) {
-    run("latent_attention", check_latent_attention(args), args.stream, cpu::latent_attention,
-        cuda::latent_attention);
+    run("latent_attention", args, check_latent_attention, cpu::latent_attention, cuda::latent_attention);
 }
 
 void check_page_table(const TensorView& page_table, const TensorView& seq_lens, int64_t num_pages,
