@@ -137,7 +137,6 @@ class Chunk:
     """A chunk of a text, as the model takes it: a step over caches that hold what comes before."""
 
     def __init__(self, begin: int, end: int, layers: Sequence[Any]) -> None:
-        self.positions = np.arange(begin, end)
         self.last_rows = np.arange(end - begin)  # the logits of all tokens
         self._layers = layers
         self._text = {
@@ -146,10 +145,10 @@ class Chunk:
         }
         self._cu_seqlens = np.array([0, end - begin], np.int32)
 
-    def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    def attend(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, **rotary: Any) -> np.ndarray:
         """Append to the cache of a layer, then attend to what it holds."""
         cache = {**self._text, **self._layers[layer].arguments}
-        octavo.append_kv(k, v, cu_seqlens=self._cu_seqlens, **cache)
+        q = octavo.append_kv(k, v, cu_seqlens=self._cu_seqlens, q=q, **rotary, **cache)
         return octavo.paged_attention(q, cu_seqlens_q=self._cu_seqlens, max_seqlen_q=len(q), **cache)
 
 
@@ -165,7 +164,8 @@ class Reader:
             raise ImportError(str(missing)) from missing
         self._tokenizer = tokenizer.ChatTokenizer(checkpoint)
         self._model = model.Llama(checkpoint, arrays.make_arrays("numpy", "cpu", "float32"))
-        # A cache of 16 bits takes queries, keys and values of its own dtype. The weights stay in float32.
+        # A cache of 16 bits takes queries, keys and values of its own dtype, which rounds them before the
+        # rotation as well. All else stays as it is.
         self._models = {}
         for dtype in ("float16", "bfloat16"):
             self._models[dtype] = copy.copy(self._model)

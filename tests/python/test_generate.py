@@ -237,6 +237,14 @@ def test_torch_equals_numpy(checkpoint, prompts, alone, torch):
     assert run(model, prompts[:1], kv_dtype="int8").tokens == expected(alone[:1])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_model(checkpoint, prompts, alone, torch, dtype):
+    """All of it, with what is between the layers, as on GPUs."""
+    model = Llama(checkpoint, make_arrays("torch", "cpu", dtype))
+    result = run(model, prompts, max_tokens=4)
+    assert result.tokens == expected([tokens[:4] for tokens in alone])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("library", ["torch", "cupy"])

@@ -1,4 +1,4 @@
-"""What the model needs of an array library beyond the functions that NumPy, PyTorch and CuPy share."""
+"""What the model needs of an array library beyond what the arrays of NumPy, PyTorch and CuPy share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ Array = Any  # of the library at hand
 
 
 class Arrays(Protocol):
-    xp: ModuleType
-    float32: Any
     weight_dtype: Any  # of the matrices
-    product_dtype: Any  # of what they are multiplied with
+    product_dtype: Any  # of what they are multiplied with, and of what is between layers
     cache_dtype: Any  # of queries and of new keys and values, and of the cache if it is not quantised
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array: ...
@@ -31,10 +29,8 @@ class NumPyArrays:
     """
 
     def __init__(self, dtype: str) -> None:
-        self.xp: ModuleType = np
-        self.float32: Any = np.dtype("float32")
         self.weight_dtype: Any = np.dtype("float16")
-        self.product_dtype: Any = self.float32
+        self.product_dtype: Any = np.dtype("float32")
         self.cache_dtype: Any = numpy_dtype(dtype)
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array:
@@ -54,14 +50,14 @@ class CuPyArrays(NumPyArrays):
         if not cupy.cuda.is_available():
             raise ValueError("CuPy finds no CUDA device")
         super().__init__(dtype)
-        self.xp = cupy
+        self._cupy = cupy
         self.weight_dtype = self.product_dtype = self.cache_dtype
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array:
-        return self.xp.asarray(host, dtype)
+        return self._cupy.asarray(host, dtype)
 
     def to_host(self, x: Array) -> np.ndarray:
-        host: np.ndarray = self.xp.asnumpy(x.astype(np.float32))
+        host: np.ndarray = self._cupy.asnumpy(x.astype(np.float32))
         return host
 
 
@@ -70,15 +66,14 @@ class TorchArrays:
         torch = load("torch", "PyTorch", "torch" if device == "cpu" else "torch, or CuPy with cupy-cuda12x")
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("PyTorch finds no CUDA device")
-        self.xp: ModuleType = torch
+        self._torch = torch
         self.device = device
-        self.float32: Any = torch.float32
         self.weight_dtype: Any = getattr(torch, dtype)
         self.product_dtype: Any = self.weight_dtype
         self.cache_dtype: Any = self.weight_dtype
 
     def asarray(self, host: np.ndarray, dtype: Any = None) -> Array:
-        return self.xp.from_numpy(host).to(self.device, dtype)
+        return self._torch.from_numpy(host).to(self.device, dtype)
 
     def cast(self, x: Array, dtype: Any) -> Array:
         return x.to(dtype)

@@ -16,14 +16,22 @@ from octavo.serving.smollm.weights import Checkpoint
 class Step(Protocol):
     """The new tokens of several sequences, one after another, over a cache: octavo.KVCache.step()'s."""
 
-    positions: Array
-    """int [T]: of each new token in its sequence."""
     last_rows: Array
     """int [batch]: of the T rows those whose logits are wanted."""
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array) -> Array:
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        rotary_cos: Array,
+        rotary_sin: Array,
+        rotary_interleaved: bool,
+    ) -> Array:
         """Append keys and values [T, num_kv_heads, head_dim] of a layer, and attend to them with q, [T,
-        num_q_heads, head_dim].
+        num_q_heads, head_dim], all queries and keys rotated by their positions.
         """
         ...
 
@@ -45,7 +53,7 @@ class Llama:
         tensors = checkpoint.tensors()
 
         def norm(name: str) -> Array:
-            return arrays.asarray(tensors[f"{name}.weight"], arrays.float32)
+            return arrays.asarray(tensors[f"{name}.weight"], arrays.product_dtype)
 
         def matrix(*names: str) -> Array:
             parts = [tensors[f"{name}.weight"] for name in names]
@@ -66,42 +74,35 @@ class Llama:
         self._output_norm = norm("output_norm")
         frequencies = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
         angles = np.arange(config.context_length)[:, None] * frequencies
-        self._cos = arrays.asarray(np.cos(angles), arrays.float32)
-        self._sin = arrays.asarray(np.sin(angles), arrays.float32)
+        self._rotary = {
+            "rotary_cos": arrays.asarray(np.cos(angles).astype(np.float32)),
+            "rotary_sin": arrays.asarray(np.sin(angles).astype(np.float32)),
+            # GGUF stores Llama's Q and K rows so that neighbours (2i, 2i + 1) turn together; Hugging Face's
+            # checkpoints have them half a head apart.
+            "rotary_interleaved": True,
+        }
 
     def forward(self, step: Step, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
         """Appends the tokens [T] to the cache; returns float32 logits [batch, vocabulary]."""
-        arrays = self.arrays
-        cos, sin = self._cos[step.positions][:, None, :], self._sin[step.positions][:, None, :]
-        hidden = arrays.cast(self._embedding[arrays.asarray(tokens)], arrays.float32)
+        arrays, eps = self.arrays, self.config.rms_norm_eps
+        # Numbers of a text's first token become the largest ones: up to 30755, which float16 holds.
+        hidden = arrays.cast(self._embedding[arrays.asarray(tokens)], arrays.product_dtype)
         for index, layer in enumerate(self._layers):
-            q, k, v = self._project(self._norm(hidden, layer.attn_norm), layer, cos, sin)
-            out = step.attend(index, q, k, v).reshape(len(tokens), -1)
-            hidden = hidden + octavo.linear(arrays.cast(out, arrays.product_dtype), layer.attn_out)
-            hidden = hidden + self._ffn(self._norm(hidden, layer.ffn_norm), layer)
-        last = self._norm(hidden[step.last_rows], self._output_norm)
-        return arrays.to_host(octavo.linear(last, self._embedding))
-
-    def _project(self, x: Array, layer: Layer, cos: Array, sin: Array) -> tuple[Array, Array, Array]:
-        config, arrays = self.config, self.arrays
-        num_q, num_kv = config.num_q_heads, config.num_kv_heads
-        qkv = octavo.linear(x, layer.qkv).reshape(len(x), num_q + 2 * num_kv, config.head_dim)
-        qk = arrays.cast(self._rotate(qkv[:, : num_q + num_kv], cos, sin), arrays.cache_dtype)
-        v = arrays.cast(qkv[:, num_q + num_kv :], arrays.cache_dtype)
-        return qk[:, :num_q], qk[:, num_q:], v
-
-    def _rotate(self, x: Array, cos: Array, sin: Array) -> Array:
-        # GGUF stores Llama's Q and K rows so that neighbours (2i, 2i + 1) turn together; Hugging Face's
-        # checkpoints have them half a head apart.
-        even, odd = x[..., 0::2], x[..., 1::2]
-        turned = even * cos - odd * sin, even * sin + odd * cos
-        return self.arrays.xp.stack(turned, -1).reshape(x.shape)
-
-    def _ffn(self, x: Array, layer: Layer) -> Array:
-        return octavo.linear(octavo.linear(x, layer.gate_up, activation="silu_gate"), layer.down)
-
-    def _norm(self, x: Array, weight: Array) -> Array:
-        mean_square = self.arrays.xp.mean(x * x, axis=-1, keepdims=True)
-        return self.arrays.cast(
-            x * (mean_square + self.config.rms_norm_eps) ** -0.5 * weight, self.arrays.product_dtype
+            qkv = octavo.linear(hidden, layer.qkv, norm_weight=layer.attn_norm, norm_eps=eps)
+            hidden = octavo.linear(self._attend(step, index, qkv), layer.attn_out, residual=hidden)
+            gated = octavo.linear(
+                hidden, layer.gate_up, activation="silu_gate", norm_weight=layer.ffn_norm, norm_eps=eps
+            )
+            hidden = octavo.linear(gated, layer.down, residual=hidden)
+        last = hidden[step.last_rows]
+        return arrays.to_host(
+            octavo.linear(last, self._embedding, norm_weight=self._output_norm, norm_eps=eps)
         )
+
+    def _attend(self, step: Step, layer: int, qkv: Array) -> Array:
+        config, arrays = self.config, self.arrays
+        heads = arrays.cast(qkv, arrays.cache_dtype).reshape(len(qkv), -1, config.head_dim)
+        end_of_q, end_of_k = config.num_q_heads, config.num_q_heads + config.num_kv_heads
+        q, k, v = heads[:, :end_of_q], heads[:, end_of_q:end_of_k], heads[:, end_of_k:]
+        out = step.attend(layer, q, k, v, **self._rotary)
+        return arrays.cast(out.reshape(len(qkv), -1), arrays.product_dtype)
