@@ -73,7 +73,12 @@ CASES = [
     for kv_dtype in KV_DTYPES
     for num_q_heads in (16, 128)
     for batch in (1, 32, 128)
-] + [LatentCase(batch, 8192, 16, kv_dtype, is_spread=True) for kv_dtype in KV_DTYPES for batch in (32, 128)]
+] + [
+    LatentCase(batch, 8192, num_q_heads, kv_dtype, is_spread=True)
+    for kv_dtype in KV_DTYPES
+    for num_q_heads in (16, 128)
+    for batch in (32, 128)
+]
 
 
 @dataclass(frozen=True)

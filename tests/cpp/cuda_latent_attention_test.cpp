@@ -19,9 +19,9 @@ struct Sequence {
 };
 
 // Compares a random call for these sequences, each with so many splits, with what the CPU gives. Sequences
-// are packed if one of them has other than one query.
+// are packed if one of them has other than one query; `max_seqlen_q` is given then, or not, or always.
 void agrees_with_the_cpu(Random& random, const std::vector<Sequence>& sequences, int64_t heads,
-                         const std::vector<std::optional<int64_t>>& all_splits) {
+                         const std::vector<std::optional<int64_t>>& all_splits, bool has_bound = false) {
     const DType dtype = random.pick({DType::float16, DType::bfloat16});
     const bool is_fp8 = random.one_in(2);
     const bool is_packed =
@@ -72,7 +72,7 @@ void agrees_with_the_cpu(Random& random, const std::vector<Sequence>& sequences,
     args.softmax_scale = 1.0 / std::sqrt(192.0);
     args.causal = !random.one_in(4);
     if (is_fp8) args.kv_scale = 0.5f;
-    if (is_packed && random.one_in(2)) {
+    if (is_packed && (random.one_in(2) || has_bound)) {
         args.max_seqlen_q = 0;
         for (const Sequence& sequence : sequences)
             args.max_seqlen_q = std::max<int64_t>(*args.max_seqlen_q, sequence.queries);
@@ -116,31 +116,56 @@ TEST_P(CudaLatentAttentionTest, AgreesWithTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentAttentionTest, ::testing::Range(0u, 60u));
 
-// Few rows of many sequences, which Hopper shares out by their lengths: sequences that many CTAs read, CTAs
-// that read many sequences, and batches that are all alike.
+// Many sequences, which Hopper shares out by their lengths: sequences that many CTAs read, CTAs that read
+// many sequences, and batches that are all alike. Sequences have up to `max_queries` queries.
+void batch_agrees_with_the_cpu(Random& random, int64_t batch, int64_t heads, int32_t max_queries) {
+    const bool is_packed = max_queries > 1 && random.one_in(2), is_uniform = random.one_in(4);
+    std::vector<Sequence> sequences(batch);
+    const int32_t length = random.pick({1, 31, 128, 200, 1000});
+    for (Sequence& sequence : sequences) {
+        const bool is_first = &sequence == &sequences[0];
+        sequence.queries = is_packed ? random.pick({is_first ? 1 : 0, 1, 2, max_queries}) : 1;
+        sequence.keys =
+            random.one_in(20) ? 0 : std::max(sequence.queries, random.pick({1, 30, 64, 100, 300}));
+        if (batch > 300) sequence.keys = std::min(sequence.keys, 64);
+        if (is_uniform) sequence = {1, batch > 300 ? 31 : length};
+    }
+    if (!is_uniform && random.one_in(2)) sequences[batch / 2] = {1, random.pick({1000, 6000})};
+    agrees_with_the_cpu(random, sequences, heads, {std::nullopt});
+}
+
 class CudaLatentDecodeTest : public ::testing::TestWithParam<unsigned> {};
 
 TEST_P(CudaLatentDecodeTest, AgreesWithTheCpu) {
     Random random(GetParam());
     const int64_t heads = random.pick({1, 4, 8, 16});
-    const bool is_packed = heads < 16 && random.one_in(2), is_uniform = random.one_in(4);
-    std::vector<Sequence> sequences(is_small_scale() ? random.pick({16, 20, 33})
-                                                     : random.pick({16, 40, 70, 132, 140, 300, 390, 800}));
-    const int32_t length = random.pick({1, 31, 128, 200, 1000});
-    for (Sequence& sequence : sequences) {
-        const bool is_first = &sequence == &sequences[0];
-        sequence.queries =
-            is_packed ? random.pick({is_first ? 1 : 0, 1, 2, static_cast<int32_t>(16 / heads)}) : 1;
-        sequence.keys =
-            random.one_in(20) ? 0 : std::max(sequence.queries, random.pick({1, 30, 64, 100, 300}));
-        if (sequences.size() > 300) sequence.keys = std::min(sequence.keys, 64);
-        if (is_uniform) sequence = {1, sequences.size() > 300 ? 31 : length};
-    }
-    if (!is_uniform && random.one_in(2)) sequences[sequences.size() / 2] = {1, random.pick({1000, 6000})};
-    agrees_with_the_cpu(random, sequences, heads, {std::nullopt});
+    const int64_t batch =
+        is_small_scale() ? random.pick({16, 20, 33}) : random.pick({16, 40, 70, 132, 140, 300, 390, 800});
+    batch_agrees_with_the_cpu(random, batch, heads, static_cast<int32_t>(16 / heads));
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentDecodeTest, ::testing::Range(0u, 50u));
+
+// More rows of a sequence than latent_decode takes, in up to ten tiles, the first of which see fewer keys.
+// Some sequences have fewer queries than the rest.
+class CudaLatentScheduleTest : public ::testing::TestWithParam<unsigned> {};
+
+TEST_P(CudaLatentScheduleTest, AgreesWithTheCpu) {
+    Random random(GetParam());
+    const int64_t batch =
+        is_small_scale() ? random.pick({16, 20, 33}) : random.pick({16, 40, 70, 132, 140, 390});
+    const int32_t max_queries = random.pick({1, 1, 2, 5});
+    std::vector<Sequence> sequences(batch);
+    for (Sequence& sequence : sequences) {
+        sequence.queries = random.one_in(16) ? random.pick({0, 1}) : max_queries;
+        sequence.keys =
+            random.one_in(20) ? 0 : std::max(sequence.queries, random.pick({1, 30, 64, 66, 100, 130, 300}));
+    }
+    sequences[0] = {max_queries, random.pick({300, 1000, 6000})};
+    agrees_with_the_cpu(random, sequences, random.pick({17, 24, 64, 128}), {std::nullopt}, true);
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentScheduleTest, ::testing::Range(0u, 50u));
 
 // Calls one behind the other, which programmatic dependent launch lets overlap, share their workspace.
 TEST(CudaLatentAttention, CallsInARowKeepApart) {
@@ -177,6 +202,45 @@ TEST(CudaLatentAttention, CallsInARowKeepApart) {
     for (int i = 0; i < 8; ++i) run(i);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     for (int i = 0; i < 8; ++i) EXPECT_EQ(out[i].fetch(), alone[i]) << "call " << i;
+}
+
+// latent_decode and sm90_latent leave their partial results in one workspace, each in a layout of its own.
+TEST(CudaLatentAttention, SchedulesInARowKeepApart) {
+    const DType dtype = DType::bfloat16;
+    const int64_t batch = 40, page_size = 64, max_pages = 20, num_pages = batch * max_pages / 2;
+    Random random(8);
+    std::vector<int32_t> table(batch * max_pages), lengths(batch);
+    for (int32_t& page : table) page = static_cast<int32_t>(random.engine()() % num_pages);
+    for (int32_t& length : lengths)
+        length = 1 + static_cast<int32_t>(random.engine()() % (page_size * max_pages));
+    Mirror<uint16_t> kv(random.normal(num_pages * page_size * kQkDim, dtype));
+    Mirror<int32_t> page_table(table), seq_lens(lengths);
+    const std::vector<int64_t> heads = {16, 128, 16, 16, 128, 128, 24, 16, 128};
+    std::deque<Mirror<uint16_t>> q, out;
+    for (int64_t count : heads) {
+        q.emplace_back(random.normal(batch * count * kQkDim, dtype));
+        out.emplace_back(nans(batch * count * kVDim, dtype));
+    }
+    auto run = [&](size_t i) {
+        LatentAttentionArgs args;
+        args.softmax_scale = 0.07;
+        args.q = q[i].on_gpu(dtype, {batch, heads[i], kQkDim});
+        args.kv_pages = kv.on_gpu(dtype, {num_pages, page_size, kQkDim});
+        args.page_table = page_table.on_gpu(DType::int32, {batch, max_pages});
+        args.seq_lens = seq_lens.on_gpu(DType::int32, {batch});
+        args.out = out[i].on_gpu(dtype, {batch, heads[i], kVDim});
+        latent_attention(args);
+    };
+    std::vector<std::vector<uint16_t>> alone;
+    for (size_t i = 0; i < heads.size(); ++i) {
+        run(i);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+        alone.push_back(out[i].fetch());
+        out[i].upload(nans(out[i].host.size(), dtype));
+    }
+    for (size_t i = 0; i < heads.size(); ++i) run(i);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    for (size_t i = 0; i < heads.size(); ++i) EXPECT_EQ(out[i].fetch(), alone[i]) << "call " << i;
 }
 
 }  // namespace

@@ -5,18 +5,28 @@
 
 #include <octavo/latent_attention.h>
 
+#include <optional>
+
 namespace octavo {
 namespace {
 
-LatentAttentionArgs latent(int64_t batch, int64_t heads, int64_t keys, bool is_fp8 = false) {
+// A call with one query a sequence, or with `max_seqlen_q` at most and `total_q` in all.
+LatentAttentionArgs latent(int64_t batch, int64_t heads, int64_t keys, bool is_fp8 = false,
+                           std::optional<int64_t> max_seqlen_q = {}, int64_t total_q = 0) {
     Arrays arrays;
     LatentAttentionArgs args;
-    args.q = arrays.make(DType::bfloat16, {batch, heads, 576});
+    if (max_seqlen_q) {
+        args.cu_seqlens_q = arrays.make(DType::int32, {batch + 1});
+        args.max_seqlen_q = max_seqlen_q;
+    } else {
+        total_q = batch;
+    }
+    args.q = arrays.make(DType::bfloat16, {total_q, heads, 576});
     args.kv_pages =
         arrays.make(is_fp8 ? DType::float8_e4m3fn : DType::bfloat16, {batch * keys / 64, 64, 576});
     args.page_table = arrays.make(DType::int32, {batch, keys / 64});
     args.seq_lens = arrays.make(DType::int32, {batch});
-    args.out = arrays.make(DType::bfloat16, {batch, heads, 512});
+    args.out = arrays.make(DType::bfloat16, {total_q, heads, 512});
     args.softmax_scale = 0.1;
     return args;
 }
@@ -114,11 +124,50 @@ TEST(LatentPlan, FewRowsOfManySequencesHaveAKernelOfTheirOwn) {
     EXPECT_FALSE(decodes(latent(1025, 16, 64, true))) << "too many lengths for shared memory";
     EXPECT_FALSE(decodes(latent(32, 16, 4096))) << "16 bits, and sequences may all be alike";
     args = latent(32, 16, 4096);
-    args.kv_pages.shape[0] -= 1;
+    args.kv_pages.shape[0] = 1800;
     EXPECT_TRUE(decodes(args)) << "some are shorter than others";
     args = latent(16, 16, 4096);
     args.kv_pages.shape[1] = 63;  // which the copy engine cannot copy
     EXPECT_TRUE(decodes(args));
+}
+
+TEST(LatentPlan, ManyRowsAreScheduledWhereSplitsWouldLeaveSmsIdle) {
+    const auto is_scheduled = [](const LatentAttentionArgs& args, const char* gpu = "h200") {
+        const Explanation text = explain(args, gpu);
+        return text.kernel.find("sm90_latent_attention") == 0 && field(text, "num_splits") == "0";
+    };
+    LatentAttentionArgs args = latent(32, 128, 4096);
+    EXPECT_FALSE(is_scheduled(args)) << "two splits fill the GPU";
+    args.kv_pages.shape[0] = 1800;
+    EXPECT_TRUE(is_scheduled(args)) << "some are shorter than others";
+    EXPECT_EQ(field(explain(args, "h200"), "num_ctas"), "132") << "66 runs of two tiles of rows";
+    EXPECT_EQ(field(explain(args, "h200"), "workspace_bytes"), std::to_string(132 * 64 * (512 + 4) * 4));
+    args.num_splits = 2;
+    EXPECT_FALSE(is_scheduled(args));
+    EXPECT_TRUE(is_scheduled(latent(48, 128, 4096))) << "four splits would take three waves";
+    EXPECT_TRUE(is_scheduled(latent(100, 128, 4096, true))) << "so would one split, nearly";
+    EXPECT_FALSE(is_scheduled(latent(128, 128, 4096))) << "two waves, nearly full";
+    EXPECT_FALSE(is_scheduled(latent(48, 128, 4096), "a100"));
+    EXPECT_FALSE(is_scheduled(latent(48, 128, 192))) << "few keys";
+    EXPECT_FALSE(is_scheduled(latent(8, 128, 4096))) << "too many runs would share a sequence";
+    EXPECT_FALSE(is_scheduled(latent(1025, 20, 4096))) << "too many lengths for shared memory";
+}
+
+// Packed queries, of which a sequence may have fewer than the bound says.
+TEST(LatentPlan, RunsHaveACtaForEachTileOfRows) {
+    const auto packed = [](int64_t total_q, int64_t max_seqlen_q, int64_t heads = 128, int64_t batch = 32) {
+        LatentAttentionArgs args = latent(batch, heads, 4096, false, max_seqlen_q, total_q);
+        args.kv_pages.shape[0] = 1000;
+        return explain(args, "h200");
+    };
+    EXPECT_EQ(field(packed(96, 3), "num_ctas"), "132") << "22 runs of six";
+    EXPECT_EQ(field(packed(96, 3), "num_splits"), "0");
+    EXPECT_EQ(field(packed(84, 3), "num_splits"), "0") << "a few have fewer";
+    EXPECT_NE(field(packed(83, 3), "num_splits"), "0") << "many of the CTAs would have nothing to do";
+    EXPECT_EQ(field(packed(70, 2, 32, 64), "num_splits"), "0") << "one tile of rows";
+    EXPECT_NE(field(packed(32 * 17, 17), "num_splits"), "0") << "34 tiles of rows";
+    EXPECT_EQ(field(packed(32, 0, 16), "num_ctas"), "0") << "padding alone";
+    EXPECT_EQ(field(packed(0, 1), "num_ctas"), "0");
 }
 
 TEST(LatentPlan, NamesWhatIsCompiled) {
@@ -126,7 +175,7 @@ TEST(LatentPlan, NamesWhatIsCompiled) {
     for (const char* gpu : {"h200", "a100", "l40s"}) {
         for (bool is_fp8 : {false, true}) {
             for (int64_t heads : {16, 128}) {
-                for (int64_t batch : {8, 32}) {
+                for (int64_t batch : {8, 32, 48}) {
                     const std::string kernel = explain(latent(batch, heads, 4096, is_fp8), gpu).kernel;
                     EXPECT_EQ(std::count(names.begin(), names.end(), kernel), 1) << kernel;
                 }

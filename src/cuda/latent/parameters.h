@@ -10,7 +10,7 @@ namespace octavo::cuda {
 
 struct LatentLaunch {
     FastDivide tiles_per_sequence, num_q_heads, page_size;
-    int32_t num_splits;
+    int32_t num_splits;          // 0 with a schedule
     int32_t cluster;             // CTAs that share the keys of a row tile, and combine their results
     int32_t num_partials;        // num_splits / cluster
     bool q_aligned, kv_aligned;  // whether rows move 16 bytes at a time
@@ -18,7 +18,7 @@ struct LatentLaunch {
     // num_q_heads], and their log-sum-exps. Rows of padding are not written.
     float* partial_out;  // [num_partials, total_rows, kLatentVDim]
     float* partial_lse;  // [num_partials, total_rows]
-    // latent_decode: kLatentPartialWords for each CTA (partial_words.cuh).
+    // With a schedule: what a CTA pushes for later ones (partial_words.cuh).
     PartialWorkspace partial;
 };
 

@@ -32,9 +32,32 @@ int32_t choose_num_splits(int64_t num_row_tiles, int64_t key_tiles, int32_t num_
     return static_cast<int32_t>(best);
 }
 
-// The most tiles of keys that latent_decode may have to read. A sequence without keys has one.
-int64_t decode_tiles(const LatentAttentionParams& p, int32_t tile_keys) {
+// The most tiles of keys that a schedule may have to share out. A sequence without keys has one.
+int64_t scheduled_tiles(const LatentAttentionParams& p, int32_t tile_keys) {
     return p.batch * std::max<int64_t>(ceil_divide(p.seqlen_k, tile_keys), 1);
+}
+
+// Whether there can be a schedule. It cuts sequences where its runs end, and so not into a number of splits
+// that a caller asks for.
+bool can_schedule(const LatentAttentionParams& p, int32_t tile_keys) {
+    constexpr int64_t kMost = int64_t{1} << 31;
+    return p.num_splits == 0 && p.batch <= kMaxLatentScheduleBatch && p.seqlen_k < kMost - 256 &&
+           scheduled_tiles(p, tile_keys) < kMost;
+}
+
+// Whether sm90_latent can have a schedule. A run has a CTA for each tile of rows that a sequence may have,
+// which idles where a sequence has fewer.
+bool can_schedule_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
+    const bool are_full = int64_t{8} * p.total_q >= int64_t{7} * p.batch * p.seqlen_q;
+    return can_schedule(p, kSm90LatentPairKeys) && plan.tiles_per_sequence <= gpu.num_sms / 4 &&
+           (are_full || plan.tiles_per_sequence == 1);
+}
+
+// The number of runs, for each of which there is an SM for every tile of rows.
+int32_t num_runs(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu, int32_t min_keys) {
+    const int64_t most = ceil_divide(scheduled_tiles(p, plan.keys()) * plan.keys(), min_keys);
+    return static_cast<int32_t>(
+        std::min<int64_t>(gpu.num_sms / plan.tiles_per_sequence, std::max<int64_t>(most, p.batch)));
 }
 
 // Whether the copy engine can copy tiles of the pages.
@@ -53,24 +76,37 @@ bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const G
            p.softmax_scale > 0.0f && aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
-// Whether latent_decode can serve the call, which needs all rows of a sequence in one tile. It cuts sequences
-// where its CTAs' runs end, and so not into a number of splits that a caller asks for.
+// Whether latent_decode can serve the call, which needs all rows of a sequence in one tile.
 bool can_decode(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
-    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && p.num_splits == 0 &&
-           int64_t{p.seqlen_q} * p.num_q_heads <= kLatentRows && p.batch <= kMaxLatentDecodeBatch &&
-           p.seqlen_k < (int64_t{1} << 31) - 256 &&
-           decode_tiles(p, latent_decode_keys(plan.is_fp8())) < (int64_t{1} << 31) &&
+    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned &&
+           int64_t{p.seqlen_q} * p.num_q_heads <= kLatentRows &&
+           can_schedule(p, latent_decode_keys(plan.is_fp8())) &&
            aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
+// Whether sequences are known to have different lengths: unless they share pages, their mean length is at
+// most 9/10 of what the page table has room for.
+bool lengths_differ(const LatentAttentionParams& p) {
+    return int64_t{9} * p.batch * p.seqlen_k >= int64_t{10} * p.num_pages * p.page_size;
+}
+
 // Whether latent_decode is likely the fastest. With few sequences too many of its CTAs share each of them.
-// Over 16 bits sm90_latent is as fast or faster where all sequences are alike, but takes the time of the
-// longest one. Unless sequences share pages, they cannot be alike where there are fewer pages than the page
-// table has room for.
+// Over 16 bits sm90_latent is as fast or faster where all sequences are alike.
 bool decodes_fastest(const LatentAttentionParams& p, const LatentPlan& plan, bool sm90_serves) {
     if (p.batch < 16) return false;
     if (plan.is_fp8() || !sm90_serves) return true;
-    return p.batch >= 32 && int64_t{p.batch} * p.seqlen_k > p.num_pages * p.page_size;
+    return p.batch >= 32 && lengths_differ(p);
+}
+
+// Whether a schedule is likely faster for sm90_latent than the splits of the plan, which give all sequences
+// as many CTAs. Where sequences are alike, splits are faster if all their CTAs run at once, or have no
+// results to combine, and if they leave few SMs idle.
+bool schedules_fastest(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
+    constexpr int64_t kMaxRuns = 5;  // of a sequence; adding up the results of more takes too long
+    const int64_t row_tiles = plan.num_row_tiles();
+    if (kMaxRuns * row_tiles < gpu.num_sms || p.seqlen_k < 4 * kSm90LatentKeys) return false;
+    const int64_t ctas = row_tiles * plan.num_splits, waves = ceil_divide(ctas, gpu.num_sms);
+    return lengths_differ(p) || (waves > 1 && plan.num_splits > 1) || 8 * ctas < 7 * waves * gpu.num_sms;
 }
 
 std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
@@ -78,8 +114,9 @@ std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
                    tiles.keys, " keys, ", tiles.stages, " stages>");
 }
 
-std::string sm90_name_of(DType dtype, bool is_fp8) {
-    return text_of("sm90_latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ">");
+std::string sm90_name_of(DType dtype, bool is_fp8, bool is_scheduled) {
+    return text_of("sm90_latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ", ",
+                   is_scheduled ? "schedule" : "splits", ">");
 }
 
 std::string decode_name_of(DType dtype, bool is_fp8) {
@@ -107,20 +144,23 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
     plan.total_rows = p.total_q * p.num_q_heads;
     plan.tiles_per_sequence =
         static_cast<int32_t>(ceil_divide(int64_t{p.seqlen_q} * p.num_q_heads, plan.rows()));
-    if (plan.kernel == LatentKernel::latent_decode) {
-        plan.cluster = 1;
-        const int64_t most = ceil_divide(decode_tiles(p, plan.keys()) * plan.keys(), kLatentDecodeMinKeys);
-        if (plan.num_sequences > 0)
-            plan.num_ctas =
-                static_cast<int32_t>(std::min<int64_t>(gpu.num_sms, std::max<int64_t>(most, p.batch)));
-        return plan;
-    }
     const bool is_sm90 = plan.kernel == LatentKernel::sm90_latent;
-    plan.num_splits = p.num_splits > 0
-                          ? p.num_splits
-                          : choose_num_splits(plan.num_row_tiles(), ceil_divide(p.seqlen_k, plan.keys()),
-                                              gpu.num_sms, is_sm90);
-    plan.cluster = cluster_of(is_sm90, plan.num_splits);
+    plan.cluster = 1;
+    if (plan.kernel != LatentKernel::latent_decode) {
+        plan.num_splits = p.num_splits > 0
+                              ? p.num_splits
+                              : choose_num_splits(plan.num_row_tiles(), ceil_divide(p.seqlen_k, plan.keys()),
+                                                  gpu.num_sms, is_sm90);
+        plan.cluster = cluster_of(is_sm90, plan.num_splits);
+    }
+    if (plan.kernel == LatentKernel::latent_decode ||
+        (is_sm90 && can_schedule_sm90(p, plan, gpu) && schedules_fastest(p, plan, gpu))) {
+        plan.num_splits = 0;
+        plan.cluster = 1;
+        if (plan.num_row_tiles() > 0)
+            plan.num_ctas = num_runs(p, plan, gpu, is_sm90 ? kSm90LatentMinKeys : kLatentDecodeMinKeys) *
+                            plan.tiles_per_sequence;
+    }
     constexpr int64_t kMaxGridX = (int64_t{1} << 31) - 1;
     if (std::max(plan.grid().x, plan.total_rows) > kMaxGridX) {
         fail<ValueError>("latent_attention", "the batch has ", plan.total_rows, " rows in ",
@@ -131,9 +171,6 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
 
 Explanation describe(const LatentPlan& plan) {
     Explanation text;
-    text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",
-                           counted(plan.num_splits, "split"), ": ", counted(plan.grid().size(), "CTA"),
-                           " of ", plan.threads(), " threads");
     switch (plan.kernel) {
         case LatentKernel::latent:
             text.file = "src/cuda/latent/kernel.cuh";
@@ -141,15 +178,21 @@ Explanation describe(const LatentPlan& plan) {
             break;
         case LatentKernel::sm90_latent:
             text.file = "src/cuda/sm90_latent/kernel.cuh";
-            text.kernel = sm90_name_of(plan.dtype, plan.is_fp8());
+            text.kernel = sm90_name_of(plan.dtype, plan.is_fp8(), plan.is_scheduled());
             break;
         case LatentKernel::latent_decode:
             text.file = "src/cuda/latent_decode/kernel.cuh";
             text.kernel = decode_name_of(plan.dtype, plan.is_fp8());
-            text.summary = text_of(counted(plan.num_row_tiles(), "sequence"), " of up to ", plan.rows(),
-                                   " rows, in equal runs of keys for ", counted(plan.num_ctas, "CTA"), " of ",
-                                   plan.threads(), " threads");
             break;
+    }
+    const std::string ctas = text_of(counted(plan.grid().size(), "CTA"), " of ", plan.threads(), " threads");
+    if (plan.is_scheduled()) {
+        text.summary = text_of(counted(plan.num_sequences, "sequence"), " of up to ",
+                               counted(plan.tiles_per_sequence, "tile"), " of ", plan.rows(),
+                               " rows, in equal runs of keys: ", ctas);
+    } else {
+        text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",
+                               counted(plan.num_splits, "split"), ": ", ctas);
     }
     if (plan.num_partials() > 1) text.summary += "; then combine_latent_kernel";
     text.plan = {
@@ -181,7 +224,8 @@ std::vector<std::string> latent_attention_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
         for (bool is_fp8 : {false, true}) {
-            names.push_back(sm90_name_of(dtype, is_fp8));
+            for (bool is_scheduled : {false, true})
+                names.push_back(sm90_name_of(dtype, is_fp8, is_scheduled));
             names.push_back(decode_name_of(dtype, is_fp8));
             for (const LatentTiles& tiles : kLatentTiles) {
                 names.push_back(name_of(dtype, is_fp8, tiles));

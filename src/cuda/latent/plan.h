@@ -38,36 +38,46 @@ struct LatentTiles {
 // The best row comes first. The first one that fits into shared memory is taken.
 constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 
-// The tiles of sm90_latent.
-constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64;
-constexpr int32_t kSm90LatentThreads = 384;
+// The schedule of Hopper's kernels for batches (schedule.cuh).
+constexpr int32_t kMaxLatentScheduleBatch = 1024;  // whose lengths fit into shared memory
+constexpr int32_t kLatentScheduleThreads = 384;
+// Two numbers for each sequence, one for each warp, and seven (LatentScheduleShared).
+constexpr int64_t kLatentScheduleBytes =
+    (kMaxLatentScheduleBatch * 8 + kLatentScheduleThreads / 32 * 4 + 7 * 4 + 15) / 16 * 16;
+
+// The tiles of sm90_latent. CTAs that share a sequence have to add up their results, so that there are no
+// more of them than one for each kSm90LatentMinKeys keys or so, and in a tree with this fan-in.
+constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64, kSm90LatentPairKeys = 2 * kSm90LatentKeys;
+constexpr int32_t kSm90LatentThreads = kLatentScheduleThreads;
 constexpr int32_t kSm90LatentStages = 2;
-// Room for queries and tiles of keys, nine numbers for each row, and eight barriers (Sm90LatentShared).
+constexpr int32_t kSm90LatentMinKeys = 256, kSm90LatentFanIn = 6;
+// 32-bit words of a CTA's partial results: sums of all rows, and their softmax states for each warpgroup.
+constexpr int32_t kSm90LatentPartialWords = kSm90LatentRows * (kLatentVDim + 2 * 2);
+// Room for queries and tiles of keys, nine numbers for each row, the schedule, and eight barriers
+// (Sm90LatentShared).
 constexpr int64_t kSm90LatentSharedBytes =
     int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
-    9 * 4 * kSm90LatentRows + 8 * 8;
+    9 * 4 * kSm90LatentRows + kLatentScheduleBytes + 8 * 8;
 
 // latent_decode: eight warps multiply tiles of keys that four others copy. CTAs that share a sequence have to
 // combine their results, so that there are no more of them than one for each kLatentDecodeMinKeys keys or so.
 constexpr int32_t latent_decode_keys(bool is_fp8) { return is_fp8 ? 64 : 32; }
 constexpr int32_t kLatentDecodeStages = 4;
-constexpr int32_t kLatentDecodeConsumers = 256, kLatentDecodeThreads = 384;
+constexpr int32_t kLatentDecodeConsumers = 256, kLatentDecodeThreads = kLatentScheduleThreads;
 constexpr int32_t kLatentDecodeMinKeys = 128;
-constexpr int32_t kMaxLatentDecodeBatch = 1024;  // whose lengths fit into shared memory
 // The partial results of this many CTAs are added up by one of them.
-constexpr int32_t kLatentFanIn = 12;
+constexpr int32_t kLatentDecodeFanIn = 12;
 // 32-bit words of a CTA's partial results: sums of all rows, and for each warp the softmax states of all
 // rows.
-constexpr int32_t kLatentPartialWords =
+constexpr int32_t kLatentDecodePartialWords =
     kLatentRows * kLatentVDim + kLatentDecodeConsumers / 32 * kLatentRows * 2;
 // Tiles of keys; what warps exchange, as much as a CTA's partial results, which takes the place of the
-// queries; scores of two tiles, in two parts; a number for each row, two for each sequence and one for each
-// warp; and barriers (LatentDecodeShared).
+// queries; scores of two tiles, in two parts; a number for each row; the schedule; and barriers
+// (LatentDecodeShared).
 constexpr int64_t latent_decode_shared_bytes(bool is_fp8) {
     const int64_t row = (is_fp8 ? 1 : 2) * kLatentQkDim + kLatentPadBytes, keys = latent_decode_keys(is_fp8);
-    return kLatentDecodeStages * (keys * row + 2 * 8) + kLatentPartialWords * 4 +
-           2 * 2 * kLatentRows * (keys + 8) * 4 + kLatentRows * 4 + kMaxLatentDecodeBatch * 8 +
-           kLatentDecodeThreads / 32 * 4;
+    return kLatentDecodeStages * (keys * row + 2 * 8) + kLatentDecodePartialWords * 4 +
+           2 * 2 * kLatentRows * (keys + 8) * 4 + kLatentRows * 4 + kLatentScheduleBytes;
 }
 
 // `latent` runs on all GPUs, the others on Hopper: `sm90_latent` with many rows, `latent_decode` with few.
@@ -79,13 +89,14 @@ struct LatentPlan {
     int32_t row;  // a row of kLatentTiles
     int32_t num_sequences, num_q_heads;
     int32_t tiles_per_sequence;  // tiles of rows; a bound when the queries are packed
-    int32_t num_splits;          // 0 in latent_decode, where the lengths decide
+    int32_t num_splits;          // 0 with a schedule
     int32_t cluster;             // CTAs that combine the results of their splits themselves
-    int32_t num_ctas;            // of latent_decode
+    int32_t num_ctas;            // that share out the keys by their lengths; 0 without a schedule
     int64_t total_rows;
     bool q_aligned, kv_aligned;  // whether all rows start at multiples of 16 bytes
 
     bool is_fp8() const { return kv_dtype != dtype; }
+    bool is_scheduled() const { return num_ctas > 0; }
     const LatentTiles& tiles() const { return kLatentTiles[row]; }
     int32_t rows() const { return kernel == LatentKernel::sm90_latent ? kSm90LatentRows : kLatentRows; }
     int32_t keys() const {
@@ -119,13 +130,16 @@ struct LatentPlan {
     int64_t num_row_tiles() const { return int64_t{num_sequences} * tiles_per_sequence; }
     int32_t num_partials() const { return num_splits / cluster; }  // of each row
     Grid grid() const {
-        if (kernel == LatentKernel::latent_decode) return {num_ctas};
+        if (is_scheduled()) return {num_ctas};
         return {num_row_tiles() * cluster, num_partials()};
     }
     int64_t num_partial_rows() const { return num_partials() > 1 ? num_partials() * total_rows : 0; }
     int64_t workspace_bytes() const { return num_partial_rows() * (kLatentVDim + 1) * 4; }
     // Words of the workspace that is zero between launches.
-    int64_t workspace_words() const { return int64_t{num_ctas} * kLatentPartialWords; }
+    int64_t workspace_words() const {
+        return int64_t{num_ctas} *
+               (kernel == LatentKernel::sm90_latent ? kSm90LatentPartialWords : kLatentDecodePartialWords);
+    }
 };
 
 LatentPlan plan_latent_attention(const LatentAttentionParams& params, const Gpu& gpu);

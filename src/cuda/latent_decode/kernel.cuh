@@ -13,12 +13,13 @@
 // barrier for each tile.
 #pragma once
 
+#include "cuda/latent/earlier_runs.cuh"
 #include "cuda/latent_decode/producer.cuh"
 #include "cuda/latent_decode/products.cuh"
 #include "cuda/latent_decode/queries.cuh"
 #include "cuda/latent_decode/rows.cuh"
-#include "cuda/latent_decode/schedule.cuh"
 #include "cuda/latent_decode/softmax.cuh"
+#include "cuda/latent_decode/tiles.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/warpgroup.h"
@@ -122,7 +123,8 @@ __global__ void __launch_bounds__(kLatentDecodeThreads, 1)
     }
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    const LatentSchedule<Config> schedule(p, shared, cta);  // all threads wait for each other
+    const LatentDecodeSchedule<Config> schedule(
+        p, shared.schedule, cta, static_cast<int32_t>(gridDim.x));  // all threads wait for each other
     if (schedule.is_empty()) return;
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
     if (warpgroup == kLatentDecodeConsumers / 128) {
@@ -131,28 +133,19 @@ __global__ void __launch_bounds__(kLatentDecodeThreads, 1)
     }
     ptx::raise_registers<kLatentDecodeConsumerRegisters>();
     LatentDecodeConsumer<Config> consumer(p, launch, shared);
-    auto words_of = [&](int32_t i) { return launch.partial.words + int64_t{i} * kLatentPartialWords; };
-    for (LatentSegment segment = schedule.last();; segment = schedule.before(segment)) {
+    auto words_of = [&](int32_t i) { return launch.partial.words + int64_t{i} * kLatentDecodePartialWords; };
+    for (LatentSegment segment = schedule.last();; segment = schedule.before(segment.sequence)) {
         const LatentSequence sequence = LatentSequence::make(p, segment.sequence);
         LatentRowsOfCta<Config> rows = consumer.multiply(segment, sequence);
-        const int32_t place = cta - schedule.first_cta(segment);  // among the CTAs of the sequence
+        const int32_t place = schedule.place_of(segment);
         const bool is_end = segment.end == segment.count;
-        if (place > 0 && (is_end || place % kLatentFanIn == kLatentFanIn - 1)) {
-            // A tree of sums: each CTA whose place is 11, 23 and so on adds up the eleven before it, and
-            // pushes the sum. The CTA with the end adds these sums and the results behind the last of them.
-            const int32_t sums = is_end ? place / kLatentFanIn : 0, singles = place % kLatentFanIn;
-#pragma unroll 1
-            for (int turn = 0; turn < 2; ++turn) {
-                const int32_t before = turn == 0 ? place + 1 - kLatentFanIn : singles;
-                rows.add_pushed(words_of(cta - before), turn == 0 ? kLatentFanIn : 1,
-                                turn == 0 ? sums : singles);
-            }
-        }
+        add_earlier_runs<kLatentDecodeFanIn>(rows, place, is_end,
+                                             [&](int32_t back) { return words_of(cta - back); });
         if (is_end)
             rows.store(p, launch, sequence);
         else
             rows.push(words_of(cta));
-        if (schedule.is_first(segment)) break;
+        if (schedule.is_first(segment.sequence)) break;
     }
 }
 

@@ -2,7 +2,7 @@
 // cp.async.
 #pragma once
 
-#include "cuda/latent_decode/schedule.cuh"
+#include "cuda/latent_decode/tiles.cuh"
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/mbarrier.h"
 
@@ -18,7 +18,7 @@ class LatentDecodeProducer {
     // All lanes of a warp construct it together; the schedule is not empty.
     __device__ LatentDecodeProducer(const LatentAttentionParams& p, const LatentLaunch& launch,
                                     LatentDecodeShared<Config>& shared,
-                                    const LatentSchedule<Config>& schedule)
+                                    const LatentDecodeSchedule<Config>& schedule)
         : p_(p), launch_(launch), shared_(shared), schedule_(schedule), segment_(schedule.last()) {
         tile_ = segment_.begin;
     }
@@ -71,8 +71,8 @@ class LatentDecodeProducer {
                 places.slots[i] = launch_.page_size.remainder(key);
             }
         }
-        if (++tile_ == segment_.end && !schedule_.is_first(segment_)) {
-            segment_ = schedule_.before(segment_);
+        if (++tile_ == segment_.end && !schedule_.is_first(segment_.sequence)) {
+            segment_ = schedule_.before(segment_.sequence);
             tile_ = segment_.begin;
         }
         return places;
@@ -100,7 +100,7 @@ class LatentDecodeProducer {
     const LatentAttentionParams& p_;
     const LatentLaunch& launch_;
     LatentDecodeShared<Config>& shared_;
-    const LatentSchedule<Config>& schedule_;
+    const LatentDecodeSchedule<Config>& schedule_;
     LatentSegment segment_;  // the segment and the tile whose places are found next
     int32_t tile_;
 };

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/latent/round_queries.cuh"
-#include "cuda/latent_decode/schedule.cuh"
+#include "cuda/latent_decode/tiles.cuh"
 #include "cuda/types.h"
 
 #include <cstdint>

@@ -5,7 +5,6 @@
 #include "common/online_softmax.h"
 #include "cuda/latent/parameters.h"
 #include "cuda/latent_decode/products.cuh"
-#include "cuda/latent_decode/schedule.cuh"
 #include "cuda/latent_decode/softmax.cuh"
 #include "cuda/partial_words.cuh"
 #include "cuda/ptx/exp2.h"
@@ -71,9 +70,10 @@ class LatentRowsOfCta {
         }
     }
 
-    // Waits for what `count` CTAs push, every step-th one from that of `words` on, adds it, and sets their
-    // words to zero.
-    __device__ void add_pushed(uint32_t* words, int32_t step, int32_t count) {
+    // Waits for what `count` CTAs push, adds it, and sets their words to zero. words_of_cta(i): those of
+    // the i-th.
+    template <class WordsOf>
+    __device__ void add_pushed(int32_t count, WordsOf words_of_cta) {
 #pragma unroll 1
         for (int32_t first = 0; first < count; first += kAtOnce) {
             uint2 states[kAtOnce][2];
@@ -81,9 +81,7 @@ class LatentRowsOfCta {
             uint32_t least;  // zero while some have not arrived
             // In place of those past the end, the last one is loaded: if loads depended on a condition, they
             // would not all be in flight together.
-            auto words_of = [&](int i) {
-                return words + int64_t{min(first + i, count - 1) * step} * kLatentPartialWords;
-            };
+            auto words_of = [&](int i) { return words_of_cta(min(first + i, count - 1)); };
             do {
                 least = ~0u;
 #pragma unroll

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/latent/plan.h"
+#include "cuda/latent/schedule.cuh"
 #include "cuda/types.h"
 
 #include <cstdint>
@@ -38,6 +39,9 @@ struct LatentDecodeConfig {
 };
 
 template <class Config>
+using LatentDecodeSchedule = LatentSchedule<Config::kKeys, kLatentDecodeMinKeys / Config::kKeys>;
+
+template <class Config>
 struct LatentDecodeShared {
     unsigned char tiles[Config::kStages][Config::kKeys * Config::kRowStride];
     union {
@@ -48,10 +52,8 @@ struct LatentDecodeShared {
         } exchange;
     };
     float scores[2][Config::kDepthParts][kLatentRows][Config::kScoreStride];
-    float query_unit[kLatentRows];             // what a row of q was divided by
-    int32_t tile_ends[kMaxLatentDecodeBatch];  // tiles up to the end of each sequence
-    int32_t end_keys[kMaxLatentDecodeBatch];   // the last query of a sequence sees the keys below this one
-    int32_t warp_sums[kLatentDecodeThreads / 32];
+    float query_unit[kLatentRows];  // what a row of q was divided by
+    LatentScheduleShared schedule;
     uint64_t full[Config::kStages], empty[Config::kStages];  // barriers of the tiles
 };
 

@@ -1,15 +1,14 @@
 // The consumers: two warpgroups that multiply. Both see all 64 rows; each makes the scores of every other
-// tile of keys, and owns half of the columns of the results (the schedule is in kernel.cuh).
+// tile of keys, and owns half of the columns of the results (kernel.cuh says who multiplies when).
 #pragma once
 
-#include "common/online_softmax.h"
-#include "cuda/ptx/cluster.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/ptx/stmatrix.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
+#include "cuda/sm90_latent/rows.cuh"
 #include "cuda/sm90_latent/shared.cuh"
 #include "cuda/types.h"
 
@@ -17,13 +16,13 @@
 
 namespace octavo::cuda {
 
-// One of the two consumer warpgroups.
+// One of the two consumer warpgroups, for one work.
 template <class T, bool kIsFp8, int kWarpgroup>
 class Sm90LatentConsumer {
   public:
     __device__ Sm90LatentConsumer(const LatentAttentionParams& p, const LatentLaunch& launch,
                                   Sm90LatentShared& shared, const Sm90LatentWork& work)
-        : p_(p), launch_(launch), shared_(shared), work_(work) {
+        : shared_(shared), work_(work) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) end_keys_[i] = work.end_key_of(p, launch, work.first_row + row(i));
 #pragma unroll
@@ -33,10 +32,25 @@ class Sm90LatentConsumer {
         }
     }
 
-    __device__ void run() {
-        for (int32_t pair = 0; pair < work_.num_tiles / 2; ++pair) multiply_pair<true>(pair);
-        if (work_.num_tiles % 2 != 0) multiply_pair<false>(work_.num_tiles / 2);
+    // Returns the finished rows. `phases` are those of the places of tiles (Sm90LatentPhases).
+    __device__ Sm90LatentRows<T, kWarpgroup>& run(Sm90LatentPhases& phases) {
+        // The compiler would set the sums to zero before the queries are loaded, for which registers are
+        // short then.
+        float zero;
+        asm volatile("mov.f32 %0, 0f00000000;" : "=f"(zero));
+#pragma unroll
+        for (float& x : rows_.out) x = zero;
+        for (int32_t pair = 0; pair < work_.num_tiles / 2; ++pair) {
+            multiply_pair<true>(pair, phases);
+            phases.advance(0);
+            phases.advance(1);
+        }
+        if (work_.num_tiles % 2 != 0) {
+            multiply_pair<false>(work_.num_tiles / 2, phases);
+            phases.advance(0);
+        }
         finish();
+        return rows_;
     }
 
   private:
@@ -45,20 +59,19 @@ class Sm90LatentConsumer {
     static constexpr int kBlocks = Sm90LatentShared::kBlocks, kHalfBlocks = Sm90LatentShared::kHalfBlocks;
     static constexpr int kOther = 1 - kWarpgroup;
 
-    // A thread has two rows of the accumulators (wgmma.h).
-    __device__ static int row(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * i; }
+    __device__ static int row(int i) { return Sm90LatentRows<T, kWarpgroup>::row(i); }
 
     template <bool kHasOdd>
-    __device__ void multiply_pair(int32_t pair) {
+    __device__ void multiply_pair(int32_t pair, const Sm90LatentPhases& phases) {
         if constexpr (kWarpgroup == 0)
-            even_tile<kHasOdd>(pair);
+            even_tile<kHasOdd>(pair, phases);
         else
-            odd_tile<kHasOdd>(pair);
+            odd_tile<kHasOdd>(pair, phases);
     }
 
     template <bool kHasOdd>
-    __device__ void even_tile(int32_t pair) {
-        multiply_keys(pair);
+    __device__ void even_tile(int32_t pair, const Sm90LatentPhases& phases) {
+        multiply_keys(phases.of(kWarpgroup));
         zero_unseen(2 * pair);
         mask(2 * pair);
         float max[2], factor[2];
@@ -73,25 +86,25 @@ class Sm90LatentConsumer {
         scale_out(factor);
         multiply_own_values();
         ptx::wgmma_wait<0>();
-        ptx::wgmma_results(out_);
+        ptx::wgmma_results(rows_.out);
         release(0, 0);
         if constexpr (kHasOdd) {
             ptx::named_barrier_sync(kWeightsOfOdd, 256);
             take_max(factor);
             scale_sums(factor);
             scale_out(factor);
-            multiply_others_values(pair);
+            multiply_others_values(phases.of(kOther));
             ptx::wgmma_wait<0>();
-            ptx::wgmma_results(out_);
+            ptx::wgmma_results(rows_.out);
             release(1, 0);
         }
     }
 
     template <bool kHasOdd>
-    __device__ void odd_tile(int32_t pair) {
+    __device__ void odd_tile(int32_t pair, const Sm90LatentPhases& phases) {
         float max[2], factor[2];
         if constexpr (kHasOdd) {
-            multiply_keys(pair);
+            multiply_keys(phases.of(kWarpgroup));
             zero_unseen(2 * pair + 1);
             mask(2 * pair + 1);
             highest(max);
@@ -100,7 +113,7 @@ class Sm90LatentConsumer {
         take_max(factor);
         scale_sums(factor);
         scale_out(factor);
-        multiply_others_values(pair);
+        multiply_others_values(phases.of(kOther));
         if constexpr (kHasOdd) {  // while the tensor cores multiply the values of the even tile
             raise_max(max, factor);
             scale_sums(factor);
@@ -109,21 +122,20 @@ class Sm90LatentConsumer {
             ptx::named_barrier_arrive(kWeightsOfOdd, 256);
         }
         ptx::wgmma_wait<0>();
-        ptx::wgmma_results(out_);
+        ptx::wgmma_results(rows_.out);
         release(0, 1);
         if constexpr (kHasOdd) {
             scale_out(factor);
             multiply_own_values();
             ptx::wgmma_wait<0>();
-            ptx::wgmma_results(out_);
+            ptx::wgmma_results(rows_.out);
             release(1, 1);
         }
     }
 
     // Computes the scores of this warpgroup's tile. Its own half of the columns is multiplied first, since
     // that half arrives first.
-    __device__ void multiply_keys(int32_t pair) {
-        const auto parity = static_cast<uint32_t>(pair & 1);
+    __device__ void multiply_keys(uint32_t parity) {
         auto multiply_block = [&](int block, bool accumulate) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
@@ -201,7 +213,7 @@ class Sm90LatentConsumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float raised = fmaxf(max[i], max_[i]);
-            factor[i] = factor_of(max_[i], raised);
+            factor[i] = ptx::exp2_approx(max_[i] - safe(raised));
             max_[i] = raised;
             if (threadIdx.x % 4 != 0) continue;
             shared_.max[kWarpgroup][row(i)] = raised;
@@ -218,9 +230,6 @@ class Sm90LatentConsumer {
     }
 
     __device__ static float safe(float max) { return max == -INFINITY ? 0.0f : max; }
-    __device__ static float factor_of(float before, float after) {
-        return ptx::exp2_approx(before - safe(after));
-    }
 
     // Turns scores into weights, and adds these to the sums of the rows.
     __device__ void weigh() {
@@ -244,7 +253,7 @@ class Sm90LatentConsumer {
     __device__ void scale_out(const float (&factor)[2]) {
         if (are_ones(factor)) return;
 #pragma unroll
-        for (int j = 0; j < 128; ++j) out_[j] *= factor[j / 2 % 2];
+        for (int j = 0; j < 128; ++j) rows_.out[j] *= factor[j / 2 % 2];
     }
 
     // Puts this tile's weights into shared memory, for the other warpgroup.
@@ -276,16 +285,16 @@ class Sm90LatentConsumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            ptx::Wgmma<Number, 256>::rs(out_, weights_ + 4 * k, values(kWarpgroup, k));
+            ptx::Wgmma<Number, 256>::rs(rows_.out, weights_ + 4 * k, values(kWarpgroup, k));
         ptx::wgmma_commit();
     }
-    __device__ void multiply_others_values(int32_t pair) {
-        ptx::mbarrier_wait(&shared_.full[kOther][kWarpgroup], static_cast<uint32_t>(pair & 1));
+    __device__ void multiply_others_values(uint32_t parity) {
+        ptx::mbarrier_wait(&shared_.full[kOther][kWarpgroup], parity);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const uint64_t a = descriptor(&shared_.weights(kOther), 0, 0, 32 * k);
-            ptx::Wgmma<Number, 256>::ss_values(out_, a, values(kOther, k));
+            ptx::Wgmma<Number, 256>::ss_values(rows_.out, a, values(kOther, k));
         }
         ptx::wgmma_commit();
     }
@@ -296,6 +305,7 @@ class Sm90LatentConsumer {
         if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared_.empty[tile][half]);
     }
 
+    // Brings both warpgroups' sums of the weights together.
     __device__ void finish() {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -304,91 +314,11 @@ class Sm90LatentConsumer {
             if (threadIdx.x % 4 == 0) shared_.sum[kWarpgroup][row(i)] = sums_[i];
         }
         ptx::named_barrier_sync(kSums, 256);
-        SoftmaxState states[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) states[i] = {max_[i], shared_.sum[0][row(i)] + shared_.sum[1][row(i)]};
-        if (launch_.cluster > 1 && !combine_with_peer(states)) return;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) store_row(i, states[i]);
+        for (int i = 0; i < 2; ++i)
+            rows_.states[i] = {max_[i], shared_.sum[0][row(i)] + shared_.sum[1][row(i)]};
     }
 
-    // Combines the results with those of the other CTA of the cluster, which has other keys. CTA w of it gets
-    // those of both warpgroups w; true there.
-    __device__ bool combine_with_peer(SoftmaxState (&states)[2]) {
-        const auto rank = static_cast<int>(ptx::cluster_rank());
-        static_assert(sizeof(shared_.keys) >= 128 * sizeof(out_));
-        auto* const peers = reinterpret_cast<float4*>(&shared_.keys) + threadIdx.x % 128;
-        ptx::cluster_barrier();  // both have multiplied their last keys
-        const bool has_rows = work_.first_row + row(0) / 16 * 16 < work_.num_rows;  // this warp
-        if (rank != kWarpgroup && has_rows) {
-            const uint32_t to = ptx::cluster_address(ptx::shared_address(peers), kWarpgroup);
-#pragma unroll
-            for (int j = 0; j < 32; ++j)
-                ptx::store_cluster_float4(
-                    to + j * 128 * sizeof(float4),
-                    make_float4(out_[4 * j], out_[4 * j + 1], out_[4 * j + 2], out_[4 * j + 3]));
-            const uint32_t state = ptx::cluster_address(ptx::shared_address(shared_.peer_state), kWarpgroup);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (threadIdx.x % 4 == 0)
-                    ptx::store_cluster_float2(state + row(i) * sizeof(float2),
-                                              make_float2(states[i].max, states[i].sum));
-            }
-        }
-        ptx::cluster_barrier();  // results have arrived
-        if (rank != kWarpgroup || !has_rows) return false;
-        float factors[2], peer_factors[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float2 peer = shared_.peer_state[row(i)];
-            const float max = fmaxf(states[i].max, peer.x);
-            factors[i] = factor_of(states[i].max, max);
-            peer_factors[i] = factor_of(peer.x, max);
-            states[i] = {max, states[i].sum * factors[i] + peer.y * peer_factors[i]};
-        }
-#pragma unroll
-        for (int j = 0; j < 32; ++j) {
-            const float4 peer = peers[128 * j];
-            const float of_peer[4] = {peer.x, peer.y, peer.z, peer.w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                out_[4 * j + k] = out_[4 * j + k] * factors[k / 2] + of_peer[k] * peer_factors[k / 2];
-        }
-        return true;
-    }
-
-    __device__ void store_row(int i, const SoftmaxState& state) {
-        const int32_t r = work_.first_row + row(i);
-        if (r >= work_.num_rows) return;
-        const float inverse = state.inverse_sum();
-        const int64_t token = work_.sequence.first_q + launch_.num_q_heads.quotient(r);
-        const int64_t head = launch_.num_q_heads.remainder(r);
-        const int column = kWarpgroup * kLatentVDim / 2 + 2 * static_cast<int>(threadIdx.x % 4);
-        const bool writes_lse = kWarpgroup == 0 && threadIdx.x % 4 == 0;
-        if (launch_.num_partials > 1) {
-            const int64_t total_rows = p_.total_q * p_.num_q_heads;
-            const int64_t partial = blockIdx.y * total_rows + token * p_.num_q_heads + head;
-            float* const to = launch_.partial_out + partial * kLatentVDim + column;
-#pragma unroll
-            for (int j = 0; j < 32; ++j)
-                *reinterpret_cast<float2*>(to + 8 * j) =
-                    make_float2(out_[4 * j + 2 * i] * inverse, out_[4 * j + 2 * i + 1] * inverse);
-            if (writes_lse) launch_.partial_lse[partial] = state.lse();
-            return;
-        }
-        T* const to =
-            static_cast<T*>(p_.out) + token * p_.out_token_stride + head * p_.out_head_stride + column;
-        const float scale = inverse * p_.out_scale;
-#pragma unroll
-        for (int j = 0; j < 32; ++j)
-            *reinterpret_cast<uint32_t*>(to + 8 * j) =
-                pack<T>(out_[4 * j + 2 * i] * scale, out_[4 * j + 2 * i + 1] * scale);
-        if (writes_lse && p_.lse)
-            p_.lse[token * p_.lse_token_stride + head * p_.lse_head_stride] = state.lse();
-    }
-
-    const LatentAttentionParams& p_;
-    const LatentLaunch& launch_;
     Sm90LatentShared& shared_;
     const Sm90LatentWork& work_;
     static constexpr int kUnits = kIsFp8 ? 2 : 1;
@@ -397,7 +327,7 @@ class Sm90LatentConsumer {
     float scores_[32];
     uint32_t weights_[16];
     float max_[2] = {-INFINITY, -INFINITY}, sums_[2] = {0.0f, 0.0f};
-    float out_[128] = {};
+    Sm90LatentRows<T, kWarpgroup> rows_;
 };
 
 }  // namespace octavo::cuda

@@ -29,14 +29,15 @@ class Sm90LatentConverter {
           end_key_(min(work.end_key, (work.begin_tile + work.num_tiles) * kSm90LatentKeys)),
           key_(work.begin_tile * kSm90LatentKeys + threadIdx.x % 128 / 32 * kWarpKeys + lane() % kWarpKeys) {}
 
-    __device__ void run() {
+    // `phases` are those of the places of tiles (Sm90LatentPhases).
+    __device__ void run(Sm90LatentPhases& phases) {
         find_page();
         find_next_keys();
         begin_tile();
         load_half(0);
         for (int32_t pair = 0; 2 * pair < work_.num_tiles; ++pair) {
-            convert_tile<0>(pair);
-            if (2 * pair + 1 < work_.num_tiles) convert_tile<1>(pair);
+            convert_tile<0>(phases);
+            if (2 * pair + 1 < work_.num_tiles) convert_tile<1>(phases);
         }
     }
 
@@ -123,9 +124,9 @@ class Sm90LatentConverter {
 
     // Converts both halves of a tile, the one of its own warpgroup first, and the rotary part with the other.
     template <int kTile>
-    __device__ void convert_tile(int32_t pair) {
+    __device__ void convert_tile(Sm90LatentPhases& phases) {
         constexpr int kOther = 1 - kTile;
-        const uint32_t parity = (pair & 1) ^ 1;
+        const uint32_t parity = phases.of(kTile) ^ 1;
         ptx::mbarrier_wait(&shared_.empty[kTile][kTile], parity);
         store_half(kTile, kTile);
         hand_over(kTile, kTile);
@@ -137,6 +138,7 @@ class Sm90LatentConverter {
         hand_over(kTile, kOther);
         begin_tile();
         load_half(kOther);  // of the next tile, whose own half this is
+        phases.advance(kTile);
     }
     // The consumers execute the fence that wgmma needs.
     __device__ void hand_over(int tile, int half) {

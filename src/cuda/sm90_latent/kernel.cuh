@@ -2,11 +2,13 @@
 // rows attend to the one latent head, whose keys are values too: their first 512 numbers. Page:
 // docs/kernels/latent_attention.md.
 //
-// grid: x tiles of rows over the sequences, or two CTAs for each, y splits of the keys. A CTA owns 64 rows of
-// a sequence and one split of its keys. Two warpgroups multiply; a third one loads, by the copy engine or,
-// over codes of fp8, by converting them. Keys arrive in tiles of 64, two at a time, an even one and an odd
-// one. Warpgroup w has the scores of tile w of a pair, and half w of the columns of the results, 64 x 256 in
-// registers, for both tiles:
+// A CTA owns 64 rows of a sequence and some of its keys, either
+//  - one split of them; grid: x tiles of rows over the sequences, or two CTAs for each, y splits; or
+//  - by a schedule (latent/schedule.cuh) a run of all sequences' keys, one work behind the other; grid: the
+//    tiles of rows of a sequence, for each run.
+// Two warpgroups multiply; a third one loads, by the copy engine or, over codes of fp8, by converting them.
+// Keys arrive in tiles of 64, two at a time, an even one and an odd one. Warpgroup w has the scores of tile w
+// of a pair, and half w of the columns of the results, 64 x 256 in registers, for both tiles:
 //
 //     warpgroup 0   S0 = Q K0   softmax   O0 += P0 V0[0]             O0 += P1 V1[0]
 //     warpgroup 1   S1 = Q K1             O1 += P0 V0[1], softmax    O1 += P1 V1[1]
@@ -33,20 +35,22 @@
 #include "cuda/sm90_latent/producer.cuh"
 #include "cuda/sm90_latent/queries.cuh"
 #include "cuda/sm90_latent/shared.cuh"
+#include "cuda/sm90_latent/works.cuh"
 
 #include <cuda.h>
 
-#include <cstdint>
+#include <type_traits>
 
 namespace octavo::cuda {
 
-// Registers of a thread: those of three warpgroups fill the SM.
-template <bool kIsFp8>
+// Registers of a thread: those of three warpgroups fill the SM. With a schedule, loading takes a few more.
+template <bool kIsFp8, bool kIsScheduled>
 struct Sm90LatentRegisters {
-    static constexpr int kConsumer = kIsFp8 ? 208 : 240, kProducer = kIsFp8 ? 88 : 24;
+    static constexpr int kConsumer = kIsFp8 ? (kIsScheduled ? 216 : 208) : (kIsScheduled ? 232 : 240);
+    static constexpr int kProducer = 504 - 2 * kConsumer;
 };
 
-template <class T, bool kIsFp8>
+template <class T, bool kIsFp8, bool kIsScheduled>
 __global__ void __launch_bounds__(kSm90LatentThreads, 1)
     sm90_latent_attention_kernel(const __grid_constant__ LatentAttentionParams p,
                                  const __grid_constant__ LatentLaunch launch,
@@ -62,26 +66,46 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
         ptx::mbarrier_init_fence();
         if constexpr (!kIsFp8) ptx::tma_prefetch_map(&map);
     }
-    __syncthreads();
+    int32_t cta = 0;
+    if constexpr (kIsScheduled)  // which has barriers of its own
+        cta = static_cast<int32_t>(grid_index(launch.partial, shared.schedule.ticket).x);
+    else
+        __syncthreads();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
-    const Sm90LatentWork work = Sm90LatentWork::make(p, launch);
-    if (work.first_row >= work.num_rows) return;
-    using Registers = Sm90LatentRegisters<kIsFp8>;
+    const auto works = [&] {
+        if constexpr (kIsScheduled)
+            return Sm90LatentSegments(p, launch, shared, cta);
+        else
+            return Sm90LatentSplit(p, launch, shared);
+    }();
+    if (works.is_empty()) return;
+    using Registers = Sm90LatentRegisters<kIsFp8, kIsScheduled>;
+    Sm90LatentPhases phases;
     if (warpgroup == 2) {
         ptx::lower_registers<Registers::kProducer>();
-        if constexpr (kIsFp8)
-            Sm90LatentConverter(p, launch, shared, work).run();
-        else if (threadIdx.x / 32 == 8)
-            Sm90LatentProducer(p, launch, map, shared, work).run();
+        if constexpr (kIsFp8) {
+            works.for_each(
+                [&](const auto& work) { Sm90LatentConverter(p, launch, shared, work).run(phases); });
+        } else if (threadIdx.x / 32 == 8) {
+            works.for_each(
+                [&](const auto& work) { Sm90LatentProducer(p, launch, map, shared, work).run(phases); });
+        }
     } else {
-        copy_sm90_latent_queries<T, kIsFp8>(p, launch, work, shared);
-        ptx::named_barrier_sync(kQueries, 256);
         ptx::raise_registers<Registers::kConsumer>();
+        const auto consume = [&](auto which) {
+            constexpr int kWarpgroup = decltype(which)::value;
+            works.for_each([&](const auto& work) {
+                copy_sm90_latent_queries<T, kIsFp8>(p, launch, work, shared);
+                ptx::named_barrier_sync(kQueries, 256);
+                Sm90LatentConsumer<T, kIsFp8, kWarpgroup> consumer(p, launch, shared, work);
+                works.finish(consumer.run(phases), work);
+            });
+        };
         if (warpgroup == 0)
-            Sm90LatentConsumer<T, kIsFp8, 0>(p, launch, shared, work).run();
+            consume(std::integral_constant<int, 0>{});
         else
-            Sm90LatentConsumer<T, kIsFp8, 1>(p, launch, shared, work).run();
+            consume(std::integral_constant<int, 1>{});
     }
 }
 

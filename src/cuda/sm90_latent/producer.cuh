@@ -12,7 +12,7 @@
 
 namespace octavo::cuda {
 
-// Loads the tiles, half a tile at a time, in the order in which the halves are needed.
+// Loads the tiles of one work, half a tile at a time, in the order in which the halves are needed.
 class Sm90LatentProducer {
   public:
     __device__ Sm90LatentProducer(const LatentAttentionParams& p, const LatentLaunch& launch,
@@ -27,15 +27,16 @@ class Sm90LatentProducer {
           box_keys_(min(p.page_size, kSm90LatentKeys)),
           lane_(threadIdx.x % 32) {}
 
-    // All lanes of one warp call this.
-    __device__ void run() {
+    // All lanes of one warp call this. `phases` are those of the places of tiles (Sm90LatentPhases).
+    __device__ void run(Sm90LatentPhases& phases) {
         int32_t pages[2] = {page_of_box(0), page_of_box(1)};
         for (int32_t pair = 0; 2 * pair < work_.num_tiles; ++pair) {
             const int32_t next[2] = {page_of_box(2 * pair + 2), page_of_box(2 * pair + 3)};
             for (int tile = 0; tile < 2; ++tile) {
                 if (2 * pair + tile >= work_.num_tiles) break;
-                load_half(2 * pair + tile, tile, tile, pair, pages[tile]);
-                load_half(2 * pair + tile, tile, 1 - tile, pair, pages[tile]);
+                load_half(2 * pair + tile, tile, tile, phases.of(tile), pages[tile]);
+                load_half(2 * pair + tile, tile, 1 - tile, phases.of(tile), pages[tile]);
+                phases.advance(tile);
             }
             pages[0] = next[0];
             pages[1] = next[1];
@@ -52,12 +53,12 @@ class Sm90LatentProducer {
 
     // Loads half `half` of the i-th tile. The rotary part comes with the half that belongs to the warpgroup
     // that does not make the tile's scores.
-    __device__ void load_half(int32_t i, int tile, int half, int32_t pair, int32_t page_of_lane) {
+    __device__ void load_half(int32_t i, int tile, int half, uint32_t phase, int32_t page_of_lane) {
         constexpr int kHalfBlocks = Sm90LatentShared::kHalfBlocks;
         const int blocks = kHalfBlocks + (half != tile);
         const int boxes = (work_.keys_of(i) + box_keys_ - 1) / box_keys_;
         const int32_t slot = launch_.page_size.remainder((work_.begin_tile + i) * kSm90LatentKeys);
-        ptx::mbarrier_wait(&shared_.empty[tile][half], (pair & 1) ^ 1);
+        ptx::mbarrier_wait(&shared_.empty[tile][half], phase ^ 1);
         if (lane_ == 0)
             ptx::mbarrier_arrive_expect(&shared_.full[tile][half], 128 * blocks * boxes * box_keys_);
         __syncwarp();

@@ -3,6 +3,7 @@
 
 #include "cuda/latent/parameters.h"
 #include "cuda/latent/plan.h"
+#include "cuda/latent/schedule.cuh"
 #include "cuda/types.h"
 
 #include <cstdint>
@@ -31,15 +32,28 @@ struct Sm90LatentShared {
     float max[2][64];
     float factor[2][64];  // what sums from before a tile are multiplied by
     float sum[2][64];
-    float query_unit[64];              // what a row of q was divided by
-    float2 peer_state[64];             // the maximum and the sum of a row in the other CTA of the cluster
+    float query_unit[64];   // what a row of q was divided by
+    float2 peer_state[64];  // the maximum and the sum of a row in the other CTA of the cluster
+    LatentScheduleShared schedule;
     uint64_t full[2][2], empty[2][2];  // barriers of a tile's halves
 
     // Weights lie where the rotary part of their tile was, since the rotary part is needed for scores alone.
     __device__ Block& weights(int tile) { return keys[tile][kBlocks - 1]; }
 };
 
-// The rows and keys of one CTA.
+// The phases of the barriers of both places of tiles, which go on from one work of a CTA to the next.
+struct Sm90LatentPhases {
+    uint32_t bits = 0;
+
+    __device__ uint32_t of(int tile) const { return bits >> tile & 1; }
+    __device__ void advance(int tile) { bits ^= 1u << tile; }
+};
+
+// Runs are counted in pairs of tiles, so that a lone tile, which takes nearly as long as a pair, comes only
+// where a sequence ends.
+using Sm90LatentSchedule = LatentSchedule<kSm90LatentPairKeys, kSm90LatentMinKeys / kSm90LatentPairKeys>;
+
+// The rows and keys of one CTA, or of one segment of its run.
 struct Sm90LatentWork {
     LatentSequence sequence;
     int32_t b;
@@ -47,22 +61,27 @@ struct Sm90LatentWork {
     int32_t begin_tile, num_tiles;
     int32_t end_key;  // the last row sees the keys below this one
 
-    __device__ static Sm90LatentWork make(const LatentAttentionParams& p, const LatentLaunch& launch) {
-        Sm90LatentWork work;
+    // The split of a CTA of a grid of splits.
+    __device__ static Sm90LatentWork of_split(const LatentAttentionParams& p, const LatentLaunch& launch) {
         const auto row_tile = static_cast<int32_t>(blockIdx.x) / launch.cluster;
-        work.b = launch.tiles_per_sequence.quotient(row_tile);
-        work.first_row = launch.tiles_per_sequence.remainder(row_tile) * kSm90LatentRows;
-        work.sequence = LatentSequence::make(p, work.b);
-        work.num_rows = work.sequence.seqlen_q * p.num_q_heads;
-        work.end_key = work.first_row < work.num_rows
-                           ? work.end_key_of(p, launch, work.first_row + kSm90LatentRows - 1)
-                           : 0;
-        const int32_t all_tiles = (work.end_key + kSm90LatentKeys - 1) / kSm90LatentKeys;
+        const int32_t b = launch.tiles_per_sequence.quotient(row_tile);
+        Sm90LatentWork work(p, launch, b, launch.tiles_per_sequence.remainder(row_tile));
+        const int32_t all_tiles = work.all_tiles();
         const int64_t split = blockIdx.y * launch.cluster + blockIdx.x % launch.cluster;
         work.begin_tile = static_cast<int32_t>(all_tiles * split / launch.num_splits);
         work.num_tiles = static_cast<int32_t>(all_tiles * (split + 1) / launch.num_splits) - work.begin_tile;
         return work;
     }
+    // A segment, for one of the sequence's tiles of rows, which may not see the segment's last keys.
+    __device__ static Sm90LatentWork of_segment(const LatentAttentionParams& p, const LatentLaunch& launch,
+                                                const LatentSegment& segment, int32_t row_tile) {
+        Sm90LatentWork work(p, launch, segment.sequence, row_tile);
+        work.begin_tile = 2 * segment.begin;
+        work.num_tiles = max(min(2 * segment.end, work.all_tiles()) - work.begin_tile, 0);
+        return work;
+    }
+
+    __device__ bool has_rows() const { return first_row < num_rows; }
     __device__ int32_t end_key_of(const LatentAttentionParams& p, const LatentLaunch& launch,
                                   int32_t row) const {
         const int32_t query = launch.num_q_heads.quotient(min(row, num_rows - 1));
@@ -72,6 +91,15 @@ struct Sm90LatentWork {
     __device__ int32_t keys_of(int32_t i) const {
         return min(end_key - (begin_tile + i) * kSm90LatentKeys, kSm90LatentKeys);
     }
+
+  private:
+    __device__ Sm90LatentWork(const LatentAttentionParams& p, const LatentLaunch& launch, int32_t b,
+                              int32_t row_tile)
+        : sequence(LatentSequence::make(p, b)), b(b), first_row(row_tile * kSm90LatentRows) {
+        num_rows = sequence.seqlen_q * p.num_q_heads;
+        end_key = has_rows() ? end_key_of(p, launch, first_row + kSm90LatentRows - 1) : 0;
+    }
+    __device__ int32_t all_tiles() const { return (end_key + kSm90LatentKeys - 1) / kSm90LatentKeys; }
 };
 
 }  // namespace octavo::cuda
