@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from support.server_process import environment_with_tests
+
 PRELUDE = """
 import numpy as np
 import octavo
@@ -95,7 +97,12 @@ for _ in range(5):
 
 def run(program: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", PRELUDE + program],
+        env=environment_with_tests(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
 
