@@ -3,11 +3,11 @@
 #pragma once
 
 #include "common/online_softmax.h"
+#include "cuda/latent/add_states.cuh"
 #include "cuda/latent/parameters.h"
 #include "cuda/latent_decode/products.cuh"
 #include "cuda/latent_decode/softmax.cuh"
 #include "cuda/partial_words.cuh"
-#include "cuda/ptx/exp2.h"
 #include "cuda/ptx/relaxed.h"
 #include "cuda/ptx/warpgroup.h"
 
@@ -172,13 +172,7 @@ class LatentRowsOfCta {
 
     __device__ void add(const SoftmaxState (&others)[2], const float4 (&sums)[kOwnTiles]) {
         float own[2], other[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float max = fmaxf(states_[i].max, others[i].max), safe = max == -INFINITY ? 0.0f : max;
-            own[i] = ptx::exp2_approx(states_[i].max - safe);
-            other[i] = ptx::exp2_approx(others[i].max - safe);
-            states_[i] = {max, states_[i].sum * own[i] + others[i].sum * other[i]};
-        }
+        add_states(states_, others, own, other);
 #pragma unroll
         for (int i = 0; i < kOwnTiles; ++i) {
             const float from[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};

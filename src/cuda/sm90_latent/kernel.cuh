@@ -4,8 +4,8 @@
 //
 // A CTA owns 64 rows of a sequence and some of its keys, either
 //  - one split of them; grid: x tiles of rows over the sequences, or two CTAs for each, y splits; or
-//  - by a schedule (latent/schedule.cuh) a run of all sequences' keys, one work behind the other; grid: the
-//    tiles of rows of a sequence, for each run.
+//  - by a schedule (latent/schedule.cuh) a run of all sequences' keys, one sequence behind the other; grid: a
+//    CTA for each tile of rows of a sequence, for each run.
 // Two warpgroups multiply; a third one loads, by the copy engine or, over codes of fp8, by converting them.
 // Keys arrive in tiles of 64, two at a time, an even one and an odd one. Warpgroup w has the scores of tile w
 // of a pair, and half w of the columns of the results, 64 x 256 in registers, for both tiles:

@@ -3,10 +3,10 @@
 #pragma once
 
 #include "common/online_softmax.h"
+#include "cuda/latent/add_states.cuh"
 #include "cuda/latent/parameters.h"
 #include "cuda/partial_words.cuh"
 #include "cuda/ptx/cluster.h"
-#include "cuda/ptx/exp2.h"
 #include "cuda/ptx/relaxed.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/sm90_latent/shared.cuh"
@@ -62,7 +62,7 @@ class Sm90LatentRows {
             others[i] = {peer.x, peer.y};
         }
         float own_factors[2], other_factors[2];
-        add_states(others, own_factors, other_factors);
+        add_states(states, others, own_factors, other_factors);
 #pragma unroll
         for (int j = 0; j < 32; ++j) add_four(j, peers[128 * j], own_factors, other_factors);
         return true;
@@ -120,7 +120,7 @@ class Sm90LatentRows {
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         others[i] = {NonZero::decode(pushed[i].x), NonZero::decode(pushed[i].y)};
-                    add_states(others, own_factors, other_factors);
+                    add_states(states, others, own_factors, other_factors);
                     if (threadIdx.x % 4 == 0) {  // all lanes have read the states, by the vote
 #pragma unroll
                         for (int i = 0; i < 2; ++i)
@@ -181,16 +181,6 @@ class Sm90LatentRows {
     }
     static constexpr int kSumStride = 256 * 4, kStateStride = 8 * 2;  // of pieces of sums, and of rows
 
-    // Adds states, and says what the sums so far and those of the others are multiplied by.
-    __device__ void add_states(const SoftmaxState (&others)[2], float (&own)[2], float (&other)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float max = fmaxf(states[i].max, others[i].max), safe = max == -INFINITY ? 0.0f : max;
-            own[i] = ptx::exp2_approx(states[i].max - safe);
-            other[i] = ptx::exp2_approx(others[i].max - safe);
-            states[i] = {max, states[i].sum * own[i] + others[i].sum * other[i]};
-        }
-    }
     __device__ void add_four(int j, const float4& x, const float (&own)[2], const float (&other)[2]) {
         const float from[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
