@@ -24,10 +24,10 @@ struct PartialWorkspace {
 };
 
 // Returns this CTA's index in the grid, in the order in which CTAs start. All threads call it together, once,
-// before the next launch may begin, whose CTAs draw tickets, too. `ticket` is in shared memory.
-__device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorkspace& workspace,
-                                            [[maybe_unused]] uint32_t& ticket) {
+// before the next launch may begin, whose CTAs draw tickets, too.
+__device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorkspace& workspace) {
 #ifdef OCTAVO_TICKETS
+    __shared__ uint32_t ticket;
     if (threadIdx.x == 0) {
         const uint32_t num_ctas = gridDim.x * gridDim.y * gridDim.z;
         ticket = atomicInc(workspace.tickets, num_ctas - 1);  // the last CTA sets the counter to zero
@@ -37,11 +37,6 @@ __device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorksp
 #else
     return make_uint3(blockIdx.x, blockIdx.y, blockIdx.z);
 #endif
-}
-
-__device__ __forceinline__ uint3 grid_index(const PartialWorkspace& workspace) {
-    __shared__ uint32_t ticket;
-    return grid_index(workspace, ticket);
 }
 
 // A number as a word that is never zero.

@@ -37,7 +37,7 @@ std::string ctas(const LatentAttentionArgs& args, const char* gpu) {
 }
 
 TEST(LatentPlan, FillsTheGpu) {
-    EXPECT_EQ(ctas(latent(32, 64, 4096), "h200"), "32 x 4");
+    EXPECT_EQ(ctas(latent(8, 64, 4096), "h200"), "8 x 16");
     EXPECT_EQ(ctas(latent(128, 64, 4096), "h200"), "128 x 1");
     EXPECT_EQ(ctas(latent(1, 64, 64), "h200"), "1 x 1");
     EXPECT_EQ(ctas(latent(1, 64, 4096), "h200"), "1 x 32");
@@ -105,6 +105,15 @@ TEST(LatentPlan, HopperHasItsOwnKernel) {
         args.softmax_scale = scale;
         EXPECT_EQ(kernel(args, "h200"), "latent_attention") << "it scales scores that are masked";
     }
+    args = latent(8, 128, 4096);
+    const auto set_stride = [&](int64_t of_heads) {
+        args.out.strides[1] = of_heads;
+        args.out.strides[0] = 128 * of_heads;
+    };
+    set_stride(520);
+    EXPECT_EQ(kernel(args, "h200"), "sm90_latent_attention");
+    set_stride(516);
+    EXPECT_EQ(kernel(args, "h200"), "latent_attention") << "it writes 16 bytes at a time";
 }
 
 TEST(LatentPlan, FewRowsOfManySequencesHaveAKernelOfTheirOwn) {
@@ -141,15 +150,23 @@ TEST(LatentPlan, ManyRowsAreScheduledWhereSplitsWouldLeaveSmsIdle) {
     args.kv_pages.shape[0] = 1800;
     EXPECT_TRUE(is_scheduled(args)) << "some are shorter than others";
     EXPECT_EQ(field(explain(args, "h200"), "num_ctas"), "132") << "66 runs of two tiles of rows";
-    EXPECT_EQ(field(explain(args, "h200"), "workspace_bytes"), std::to_string(132 * 64 * (512 + 4) * 4));
+    EXPECT_EQ(field(explain(args, "h200"), "workspace_bytes"),
+              std::to_string(4 * (2 * 132 * 64 * (512 + 2) + 2 * 64)));
+    EXPECT_NE(explain(args, "h200").summary.find("; then combine_sm90_latent_kernel"), std::string::npos);
     args.num_splits = 2;
     EXPECT_FALSE(is_scheduled(args));
+    EXPECT_TRUE(is_scheduled(latent(32, 64, 4096))) << "four splits would not combine their results";
     EXPECT_TRUE(is_scheduled(latent(48, 128, 4096))) << "four splits would take three waves";
     EXPECT_TRUE(is_scheduled(latent(100, 128, 4096, true))) << "so would one split, nearly";
     EXPECT_FALSE(is_scheduled(latent(128, 128, 4096))) << "two waves, nearly full";
     EXPECT_FALSE(is_scheduled(latent(48, 128, 4096), "a100"));
     EXPECT_FALSE(is_scheduled(latent(48, 128, 192))) << "few keys";
-    EXPECT_FALSE(is_scheduled(latent(8, 128, 4096))) << "too many runs would share a sequence";
+    args = latent(8, 128, 4096);
+    args.kv_pages.shape[0] = 400;
+    EXPECT_TRUE(is_scheduled(args));
+    args = latent(7, 128, 4096);
+    args.kv_pages.shape[0] = 300;
+    EXPECT_FALSE(is_scheduled(args)) << "too many runs would share a sequence";
     EXPECT_FALSE(is_scheduled(latent(1025, 20, 4096))) << "too many lengths for shared memory";
 }
 

@@ -8,6 +8,12 @@
 
 namespace octavo::cuda {
 
+// The runs of a schedule that share the keys of a sequence: the CTA of the first of them for some tile of
+// rows, and how many there are.
+struct LatentRuns {
+    int32_t first_cta, count;
+};
+
 struct LatentLaunch {
     FastDivide tiles_per_sequence, num_q_heads, page_size;
     int32_t num_splits;          // 0 with a schedule
@@ -18,7 +24,9 @@ struct LatentLaunch {
     // num_q_heads], and their log-sum-exps. Rows of padding are not written.
     float* partial_out;  // [num_partials, total_rows, kLatentVDim]
     float* partial_lse;  // [num_partials, total_rows]
-    // With a schedule: what a CTA pushes for later ones (partial_words.cuh).
+    // With a schedule of sm90_latent, partial_out has two slots for each CTA (sm90_latent/partials.cuh).
+    LatentRuns* runs;  // [tiles of rows]
+    // With a schedule of latent_decode: what a CTA pushes for later ones (partial_words.cuh).
     PartialWorkspace partial;
 };
 

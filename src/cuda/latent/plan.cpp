@@ -40,7 +40,7 @@ int64_t scheduled_tiles(const LatentAttentionParams& p, int32_t tile_keys) {
 // Whether there can be a schedule. It cuts sequences where its runs end, and so not into a number of splits
 // that a caller asks for.
 bool can_schedule(const LatentAttentionParams& p, int32_t tile_keys) {
-    constexpr int64_t kMost = int64_t{1} << 31;
+    constexpr int64_t kMost = (int64_t{1} << 31) - kSm90LatentCost * kMaxLatentScheduleBatch;
     return p.num_splits == 0 && p.batch <= kMaxLatentScheduleBatch && p.seqlen_k < kMost - 256 &&
            scheduled_tiles(p, tile_keys) < kMost;
 }
@@ -73,7 +73,7 @@ bool are_boxes(const LatentAttentionParams& p) {
 // the scale has to be positive. Codes of fp8 are loaded by threads, not by the copy engine.
 bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
     return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && (plan.is_fp8() || are_boxes(p)) &&
-           p.softmax_scale > 0.0f && aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
+           p.softmax_scale > 0.0f && aligned(p.out, 16, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
 // Whether latent_decode can serve the call, which needs all rows of a sequence in one tile.
@@ -99,14 +99,14 @@ bool decodes_fastest(const LatentAttentionParams& p, const LatentPlan& plan, boo
 }
 
 // Whether a schedule is likely faster for sm90_latent than the splits of the plan, which give all sequences
-// as many CTAs. Where sequences are alike, splits are faster if all their CTAs run at once, or have no
-// results to combine, and if they leave few SMs idle.
+// as many CTAs. Where sequences are alike, one split or a cluster of two is faster if it leaves few SMs idle.
 bool schedules_fastest(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
-    constexpr int64_t kMaxRuns = 5;  // of a sequence; adding up the results of more takes too long
+    constexpr int64_t kMaxRuns = 9;  // of a sequence; combining what more of them leave takes too long
     const int64_t row_tiles = plan.num_row_tiles();
     if (kMaxRuns * row_tiles < gpu.num_sms || p.seqlen_k < 4 * kSm90LatentKeys) return false;
     const int64_t ctas = row_tiles * plan.num_splits, waves = ceil_divide(ctas, gpu.num_sms);
-    return lengths_differ(p) || (waves > 1 && plan.num_splits > 1) || 8 * ctas < 7 * waves * gpu.num_sms;
+    return lengths_differ(p) || plan.num_partials() > 1 || (waves > 1 && plan.num_splits > 1) ||
+           8 * ctas < 7 * waves * gpu.num_sms;
 }
 
 std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
@@ -194,6 +194,7 @@ Explanation describe(const LatentPlan& plan) {
         text.summary = text_of(counted(plan.num_row_tiles(), "tile"), " of ", plan.rows(), " rows x ",
                                counted(plan.num_splits, "split"), ": ", ctas);
     }
+    if (plan.has_slots()) text.summary += "; then combine_sm90_latent_kernel";
     if (plan.num_partials() > 1) text.summary += "; then combine_latent_kernel";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

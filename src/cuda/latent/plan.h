@@ -41,23 +41,24 @@ constexpr LatentTiles kLatentTiles[] = {{64, 3}, {64, 2}, {32, 2}};
 // The schedule of Hopper's kernels for batches (schedule.cuh).
 constexpr int32_t kMaxLatentScheduleBatch = 1024;  // whose lengths fit into shared memory
 constexpr int32_t kLatentScheduleThreads = 384;
-// Two numbers for each sequence, one for each warp, and seven (LatentScheduleShared).
+// Two numbers for each sequence, one for each warp, and six (LatentScheduleShared).
 constexpr int64_t kLatentScheduleBytes =
-    (kMaxLatentScheduleBatch * 8 + kLatentScheduleThreads / 32 * 4 + 7 * 4 + 15) / 16 * 16;
+    (kMaxLatentScheduleBatch * 8 + kLatentScheduleThreads / 32 * 4 + 6 * 4 + 15) / 16 * 16;
 
-// The tiles of sm90_latent. CTAs that share a sequence have to add up their results, so that there are no
-// more of them than one for each kSm90LatentMinKeys keys or so, and in a tree with this fan-in.
+// The tiles of sm90_latent. What CTAs that share a sequence leave has to be combined, so that there are no
+// more of them than one for each kSm90LatentMinKeys keys or so. A schedule counts kSm90LatentCost pairs of
+// tiles more for each sequence.
 constexpr int32_t kSm90LatentRows = 64, kSm90LatentKeys = 64, kSm90LatentPairKeys = 2 * kSm90LatentKeys;
 constexpr int32_t kSm90LatentThreads = kLatentScheduleThreads;
 constexpr int32_t kSm90LatentStages = 2;
-constexpr int32_t kSm90LatentMinKeys = 256, kSm90LatentFanIn = 6;
-// 32-bit words of a CTA's partial results: sums of all rows, and their softmax states for each warpgroup.
-constexpr int32_t kSm90LatentPartialWords = kSm90LatentRows * (kLatentVDim + 2 * 2);
-// Room for queries and tiles of keys, nine numbers for each row, the schedule, and eight barriers
+constexpr int32_t kSm90LatentMinKeys = 256, kSm90LatentCost = 1;
+// The numbers of a partial result (sm90_latent/partials.cuh): sums of all rows, and their softmax states.
+constexpr int64_t kSm90LatentSlotNumbers = kSm90LatentRows * (kLatentVDim + 2);
+// Room for queries and tiles of keys, nine numbers for each row, the schedule, and ten barriers
 // (Sm90LatentShared).
 constexpr int64_t kSm90LatentSharedBytes =
     int64_t{2} * kLatentQkDim * (kSm90LatentRows + kSm90LatentStages * kSm90LatentKeys) +
-    9 * 4 * kSm90LatentRows + kLatentScheduleBytes + 8 * 8;
+    9 * 4 * kSm90LatentRows + kLatentScheduleBytes + 10 * 8;
 
 // latent_decode: eight warps multiply tiles of keys that four others copy. CTAs that share a sequence have to
 // combine their results, so that there are no more of them than one for each kLatentDecodeMinKeys keys or so.
@@ -97,6 +98,8 @@ struct LatentPlan {
 
     bool is_fp8() const { return kv_dtype != dtype; }
     bool is_scheduled() const { return num_ctas > 0; }
+    // Whether CTAs leave partial results in slots of their own, for combine_sm90_latent_kernel.
+    bool has_slots() const { return is_scheduled() && kernel == LatentKernel::sm90_latent; }
     const LatentTiles& tiles() const { return kLatentTiles[row]; }
     int32_t rows() const { return kernel == LatentKernel::sm90_latent ? kSm90LatentRows : kLatentRows; }
     int32_t keys() const {
@@ -134,11 +137,18 @@ struct LatentPlan {
         return {num_row_tiles() * cluster, num_partials()};
     }
     int64_t num_partial_rows() const { return num_partials() > 1 ? num_partials() * total_rows : 0; }
-    int64_t workspace_bytes() const { return num_partial_rows() * (kLatentVDim + 1) * 4; }
+    // Numbers of partial results in the workspace. With a schedule of sm90_latent, two numbers for each tile
+    // of rows follow (LatentRuns).
+    int64_t partial_numbers() const {
+        if (has_slots()) return 2 * int64_t{num_ctas} * kSm90LatentSlotNumbers;
+        return num_partial_rows() * (kLatentVDim + 1);
+    }
+    int64_t workspace_bytes() const {
+        return 4 * (partial_numbers() + (has_slots() ? 2 * num_row_tiles() : 0));
+    }
     // Words of the workspace that is zero between launches.
     int64_t workspace_words() const {
-        return int64_t{num_ctas} *
-               (kernel == LatentKernel::sm90_latent ? kSm90LatentPartialWords : kLatentDecodePartialWords);
+        return kernel == LatentKernel::latent_decode ? int64_t{num_ctas} * kLatentDecodePartialWords : 0;
     }
 };
 

@@ -3,6 +3,7 @@
 #include "cuda/latent/combine.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/partial_workspace.h"
+#include "cuda/sm90_latent/combine.cuh"
 #include "cuda/tma/tensor_map.h"
 #include "cuda/workspace.h"
 
@@ -61,6 +62,13 @@ void run(const LatentAttentionParams& p, const LatentPlan& plan, const LatentLau
             else
                 launch_sm90_latent<T, false>(p, plan, arguments, map_of_pages(p), stream);
         }
+        if (plan.has_slots()) {
+            const LaunchShape shape{
+                dim3(static_cast<unsigned>(plan.num_row_tiles()) * kCombineSm90LatentBands),
+                kCombineSm90LatentThreads, true};
+            launch<combine_sm90_latent_kernel<T>>("latent_attention", p.device.index, stream, shape, p,
+                                                  arguments);
+        }
     }
     if (plan.kernel == LatentKernel::latent)
         (plan.is_fp8() ? kLaunches<T, true> : kLaunches<T, false>)[plan.row](p, plan, arguments, stream);
@@ -89,6 +97,7 @@ void latent_attention(const LatentAttentionParams& p, void* stream) {
     arguments.kv_aligned = plan.kv_aligned;
     arguments.partial_out = workspace.floats();
     arguments.partial_lse = arguments.partial_out + plan.num_partial_rows() * kLatentVDim;
+    arguments.runs = reinterpret_cast<LatentRuns*>(arguments.partial_out + plan.partial_numbers());
     arguments.partial = partial_workspace(p.device.index, cuda_stream, plan.workspace_words());
     if (p.dtype == DType::float16)
         run<float16>(p, plan, arguments, cuda_stream);

@@ -1,5 +1,5 @@
-// How the partial results of a sequence that several runs share come together (schedule.cuh): in a tree of
-// sums.
+// How the partial results of a sequence that several runs share come together (latent/schedule.cuh): in a
+// tree of sums.
 //
 //     place    0   1   2   3   4   5   6   7   8   9        fan-in 4; run 9 has the sequence's end
 //              |___|___|__ |   |___|___|__ |   |   |

@@ -13,7 +13,7 @@
 // barrier for each tile.
 #pragma once
 
-#include "cuda/latent/earlier_runs.cuh"
+#include "cuda/latent_decode/earlier_runs.cuh"
 #include "cuda/latent_decode/producer.cuh"
 #include "cuda/latent_decode/products.cuh"
 #include "cuda/latent_decode/queries.cuh"
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kLatentDecodeThreads, 1)
     for (LatentSegment segment = schedule.last();; segment = schedule.before(segment.sequence)) {
         const LatentSequence sequence = LatentSequence::make(p, segment.sequence);
         LatentRowsOfCta<Config> rows = consumer.multiply(segment, sequence);
-        const int32_t place = schedule.place_of(segment);
+        const int32_t place = schedule.place_of(segment.sequence, segment.begin);
         const bool is_end = segment.end == segment.count;
         add_earlier_runs<kLatentDecodeFanIn>(rows, place, is_end,
                                              [&](int32_t back) { return words_of(cta - back); });

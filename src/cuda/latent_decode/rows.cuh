@@ -174,11 +174,7 @@ class LatentRowsOfCta {
         float own[2], other[2];
         add_states(states_, others, own, other);
 #pragma unroll
-        for (int i = 0; i < kOwnTiles; ++i) {
-            const float from[4] = {sums[i].x, sums[i].y, sums[i].z, sums[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sums_[i][j] = sums_[i][j] * own[j / 2] + from[j] * other[j / 2];
-        }
+        for (int i = 0; i < kOwnTiles; ++i) add_sums(sums_[i], sums[i], own, other);
     }
 
     float sums_[kOwnTiles][4];

@@ -39,7 +39,7 @@ struct LatentDecodeConfig {
 };
 
 template <class Config>
-using LatentDecodeSchedule = LatentSchedule<Config::kKeys, kLatentDecodeMinKeys / Config::kKeys>;
+using LatentDecodeSchedule = LatentSchedule<Config::kKeys, kLatentDecodeMinKeys / Config::kKeys, 0>;
 
 template <class Config>
 struct LatentDecodeShared {

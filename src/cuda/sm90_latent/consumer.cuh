@@ -17,7 +17,7 @@
 namespace octavo::cuda {
 
 // One of the two consumer warpgroups, for one work.
-template <class T, bool kIsFp8, int kWarpgroup>
+template <class T, bool kIsFp8, int kWarpgroup, bool kReleasesQueries>
 class Sm90LatentConsumer {
   public:
     __device__ Sm90LatentConsumer(const LatentAttentionParams& p, const LatentLaunch& launch,
@@ -49,6 +49,8 @@ class Sm90LatentConsumer {
             multiply_pair<false>(work_.num_tiles / 2, phases);
             phases.advance(0);
         }
+        if (work_.num_tiles <= kWarpgroup) release_queries();  // this warpgroup has not used them
+        phases.advance_queries();
         finish();
         return rows_;
     }
@@ -71,7 +73,7 @@ class Sm90LatentConsumer {
 
     template <bool kHasOdd>
     __device__ void even_tile(int32_t pair, const Sm90LatentPhases& phases) {
-        multiply_keys(phases.of(kWarpgroup));
+        multiply_keys(2 * pair, phases.of(kWarpgroup));
         zero_unseen(2 * pair);
         mask(2 * pair);
         float max[2], factor[2];
@@ -104,7 +106,7 @@ class Sm90LatentConsumer {
     __device__ void odd_tile(int32_t pair, const Sm90LatentPhases& phases) {
         float max[2], factor[2];
         if constexpr (kHasOdd) {
-            multiply_keys(phases.of(kWarpgroup));
+            multiply_keys(2 * pair + 1, phases.of(kWarpgroup));
             zero_unseen(2 * pair + 1);
             mask(2 * pair + 1);
             highest(max);
@@ -133,9 +135,9 @@ class Sm90LatentConsumer {
         }
     }
 
-    // Computes the scores of this warpgroup's tile. Its own half of the columns is multiplied first, since
-    // that half arrives first.
-    __device__ void multiply_keys(uint32_t parity) {
+    // Computes the scores of tile i, one of this warpgroup's. Its own half of the columns is multiplied
+    // first, since that half arrives first.
+    __device__ void multiply_keys(int32_t i, uint32_t parity) {
         auto multiply_block = [&](int block, bool accumulate) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
@@ -147,16 +149,27 @@ class Sm90LatentConsumer {
         wait_for_keys(kWarpgroup, parity);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kHalfBlocks; ++i) multiply_block(kWarpgroup * kHalfBlocks + i, i > 0);
+        for (int j = 0; j < kHalfBlocks; ++j) multiply_block(kWarpgroup * kHalfBlocks + j, j > 0);
         ptx::wgmma_commit();
         wait_for_keys(kOther, parity);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < kHalfBlocks; ++i) multiply_block(kOther * kHalfBlocks + i, true);
+        for (int j = 0; j < kHalfBlocks; ++j) multiply_block(kOther * kHalfBlocks + j, true);
         multiply_block(kBlocks - 1, true);
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::wgmma_results(scores_);
+        if constexpr (kReleasesQueries) {
+            if (ptx::uniform(i + 2 >= work_.num_tiles)) release_queries();
+        }
+    }
+
+    // Tells the warps that copy queries that this warp has multiplied those of the work for the last time.
+    __device__ void release_queries() {
+        if constexpr (kReleasesQueries) {
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared_.queries_empty);
+        }
     }
 
     // Waits for half of this warpgroup's tile. What threads have converted needs a fence before wgmma reads

@@ -5,8 +5,10 @@
 // A CTA owns 64 rows of a sequence and some of its keys, either
 //  - one split of them; grid: x tiles of rows over the sequences, or two CTAs for each, y splits; or
 //  - by a schedule (latent/schedule.cuh) a run of all sequences' keys, one sequence behind the other; grid: a
-//    CTA for each tile of rows of a sequence, for each run.
+//    CTA for each tile of rows of a sequence, for each run. What it has of sequences that it shares with
+//    other CTAs, it leaves for combine_sm90_latent_kernel (combine.cuh).
 // Two warpgroups multiply; a third one loads, by the copy engine or, over codes of fp8, by converting them.
+// Over 16 bits with a schedule its idle warps copy the queries of the next sequence, too.
 // Keys arrive in tiles of 64, two at a time, an even one and an odd one. Warpgroup w has the scores of tile w
 // of a pair, and half w of the columns of the results, 64 x 256 in registers, for both tiles:
 //
@@ -55,6 +57,9 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
     sm90_latent_attention_kernel(const __grid_constant__ LatentAttentionParams p,
                                  const __grid_constant__ LatentLaunch launch,
                                  const __grid_constant__ CUtensorMap map) {
+    // Whether warps that do not load keys copy the queries of the next work. Without a schedule there is
+    // none.
+    constexpr bool kCopiesQueries = kIsScheduled && !kIsFp8;
     extern __shared__ __align__(1024) unsigned char sm90_latent_bytes[];
     auto& shared = *reinterpret_cast<Sm90LatentShared*>(sm90_latent_bytes);
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
@@ -63,19 +68,19 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
             ptx::mbarrier_init(&shared.full[i / 2][i % 2], kIsFp8 ? 4 : 1);  // the warps that convert arrive
             ptx::mbarrier_init(&shared.empty[i / 2][i % 2], 4);  // the warps of one warpgroup arrive
         }
+        if constexpr (kCopiesQueries) {
+            ptx::mbarrier_init(&shared.queries_full, Sm90LatentQueryCopier<T>::kWarps);
+            ptx::mbarrier_init(&shared.queries_empty, 8);  // the warps of both consumers arrive
+        }
         ptx::mbarrier_init_fence();
         if constexpr (!kIsFp8) ptx::tma_prefetch_map(&map);
     }
-    int32_t cta = 0;
-    if constexpr (kIsScheduled)  // which has barriers of its own
-        cta = static_cast<int32_t>(grid_index(launch.partial, shared.schedule.ticket).x);
-    else
-        __syncthreads();
+    __syncthreads();
     ptx::launch_dependents();
     ptx::wait_for_previous_grid();
     const auto works = [&] {
         if constexpr (kIsScheduled)
-            return Sm90LatentSegments(p, launch, shared, cta);
+            return Sm90LatentSegments(p, launch, shared);
         else
             return Sm90LatentSplit(p, launch, shared);
     }();
@@ -90,15 +95,22 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
         } else if (threadIdx.x / 32 == 8) {
             works.for_each(
                 [&](const auto& work) { Sm90LatentProducer(p, launch, map, shared, work).run(phases); });
+        } else if constexpr (kCopiesQueries) {
+            const Sm90LatentQueryCopier<T> copier(p, launch, shared, threadIdx.x / 32 - 9);
+            works.for_each([&](const auto& work) { copier.run(work, phases); });
         }
     } else {
         ptx::raise_registers<Registers::kConsumer>();
         const auto consume = [&](auto which) {
             constexpr int kWarpgroup = decltype(which)::value;
             works.for_each([&](const auto& work) {
-                copy_sm90_latent_queries<T, kIsFp8>(p, launch, work, shared);
+                if constexpr (kCopiesQueries)
+                    ptx::mbarrier_wait(&shared.queries_full, phases.of_queries());
+                else
+                    copy_sm90_latent_queries<T, kIsFp8>(p, launch, work, shared);
+                // Queries are there, and both warpgroups have read the sums of the last work.
                 ptx::named_barrier_sync(kQueries, 256);
-                Sm90LatentConsumer<T, kIsFp8, kWarpgroup> consumer(p, launch, shared, work);
+                Sm90LatentConsumer<T, kIsFp8, kWarpgroup, kCopiesQueries> consumer(p, launch, shared, work);
                 works.finish(consumer.run(phases), work);
             });
         };

@@ -35,23 +35,28 @@ struct Sm90LatentShared {
     float query_unit[64];   // what a row of q was divided by
     float2 peer_state[64];  // the maximum and the sum of a row in the other CTA of the cluster
     LatentScheduleShared schedule;
-    uint64_t full[2][2], empty[2][2];  // barriers of a tile's halves
+    uint64_t full[2][2], empty[2][2];      // barriers of a tile's halves
+    uint64_t queries_full, queries_empty;  // over 16 bits, with a schedule
 
     // Weights lie where the rotary part of their tile was, since the rotary part is needed for scores alone.
     __device__ Block& weights(int tile) { return keys[tile][kBlocks - 1]; }
 };
 
-// The phases of the barriers of both places of tiles, which go on from one work of a CTA to the next.
+// The phases of the barriers of both places of tiles, and of the queries. They go on from one work of a CTA
+// to the next.
 struct Sm90LatentPhases {
     uint32_t bits = 0;
 
     __device__ uint32_t of(int tile) const { return bits >> tile & 1; }
     __device__ void advance(int tile) { bits ^= 1u << tile; }
+    __device__ uint32_t of_queries() const { return of(2); }
+    __device__ void advance_queries() { advance(2); }
 };
 
 // Runs are counted in pairs of tiles, so that a lone tile, which takes nearly as long as a pair, comes only
 // where a sequence ends.
-using Sm90LatentSchedule = LatentSchedule<kSm90LatentPairKeys, kSm90LatentMinKeys / kSm90LatentPairKeys>;
+using Sm90LatentSchedule =
+    LatentSchedule<kSm90LatentPairKeys, kSm90LatentMinKeys / kSm90LatentPairKeys, kSm90LatentCost>;
 
 // The rows and keys of one CTA, or of one segment of its run.
 struct Sm90LatentWork {

@@ -1,11 +1,10 @@
 // The works of a CTA of sm90_latent, one behind the other, and what becomes of the rows of each.
 #pragma once
 
-#include "cuda/latent/earlier_runs.cuh"
 #include "cuda/latent/parameters.h"
 #include "cuda/latent/schedule.cuh"
-#include "cuda/partial_words.cuh"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_latent/partials.cuh"
 #include "cuda/sm90_latent/rows.cuh"
 #include "cuda/sm90_latent/shared.cuh"
 
@@ -47,18 +46,16 @@ class Sm90LatentSplit {
 class Sm90LatentSegments {
   public:
     struct Work : Sm90LatentWork {
-        int32_t place;  // of the run among those of the sequence
-        bool is_end;    // whether the sequence ends here
+        bool is_begin, is_end;  // whether the sequence begins, or ends, here
     };
 
     // All threads of the CTA construct it together, and wait for each other. The CTAs of a run, one for each
-    // tile of rows, are neighbours. cta: grid_index's.
+    // tile of rows, are neighbours.
     __device__ Sm90LatentSegments(const LatentAttentionParams& p, const LatentLaunch& launch,
-                                  Sm90LatentShared& shared, int32_t cta)
+                                  Sm90LatentShared& shared)
         : p_(p),
           launch_(launch),
-          cta_(cta),
-          schedule_(p, shared.schedule, launch.tiles_per_sequence.quotient(cta_),
+          schedule_(p, shared.schedule, launch.tiles_per_sequence.quotient(cta()),
                     launch.tiles_per_sequence.quotient(static_cast<int32_t>(gridDim.x))) {}
 
     __device__ bool is_empty() const { return schedule_.is_empty(); }
@@ -69,9 +66,9 @@ class Sm90LatentSegments {
         LatentSegment segment = schedule_.last();
 #pragma unroll 1
         while (true) {
-            const int32_t b = segment.sequence, row_tile = launch_.tiles_per_sequence.remainder(cta_);
-            const Work work{Sm90LatentWork::of_segment(p_, launch_, segment, row_tile),
-                            schedule_.place_of(segment), segment.end == segment.count};
+            const int32_t b = segment.sequence, row_tile = launch_.tiles_per_sequence.remainder(cta());
+            const Work work{Sm90LatentWork::of_segment(p_, launch_, segment, row_tile), segment.begin == 0,
+                            segment.end == segment.count};
             if (ptx::uniform(work.has_rows())) f(work);
             if (ptx::uniform(schedule_.is_first(b))) break;
             segment = schedule_.before(b);
@@ -80,22 +77,28 @@ class Sm90LatentSegments {
 
     template <class Rows>
     __device__ void finish(Rows& rows, const Work& work) const {
+        if (ptx::uniform(work.is_end)) note_runs(work);
         if (!ptx::uniform(Rows::has_rows(work))) return;
-        auto words_of = [&](int32_t back) {
-            const int32_t cta = cta_ - back * static_cast<int32_t>(launch_.tiles_per_sequence.divisor);
-            return launch_.partial.words + int64_t{cta} * kSm90LatentPartialWords;
-        };
-        add_earlier_runs<kSm90LatentFanIn>(rows, work.place, work.is_end, words_of);
-        if (work.is_end)
+        if (ptx::uniform(work.is_begin && work.is_end))
             rows.store(p_, launch_, work);
         else
-            rows.push(words_of(0));
+            rows.leave(Sm90LatentSlot::of(launch_, cta(), !work.is_begin));
     }
 
   private:
+    __device__ static int32_t cta() { return static_cast<int32_t>(blockIdx.x); }
+
+    // Says which CTAs have a part of this tile of rows, whose sequence ends here. All threads find it out, as
+    // the compiler takes what follows a branch of one thread that divides for divergent, the products too.
+    __device__ void note_runs(const Work& work) const {
+        const auto tiles = static_cast<int32_t>(launch_.tiles_per_sequence.divisor);
+        const int32_t place = schedule_.place_of(work.b, work.begin_tile / 2);
+        LatentRuns* const to = launch_.runs + work.b * tiles + launch_.tiles_per_sequence.remainder(cta());
+        if (threadIdx.x == 0) *to = {cta() - place * tiles, place + 1};
+    }
+
     const LatentAttentionParams& p_;
     const LatentLaunch& launch_;
-    int32_t cta_;
     Sm90LatentSchedule schedule_;
 };
 
