@@ -148,7 +148,7 @@ TEST_P(CudaLatentDecodeTest, AgreesWithTheCpu) {
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentDecodeTest, ::testing::Range(0u, 50u));
 
 // More rows of a sequence than latent_decode takes, in up to ten tiles, the first of which see fewer keys.
-// Some sequences have fewer queries than the rest.
+// Some sequences have fewer queries than the rest; or all are alike, and have one.
 class CudaLatentScheduleTest : public ::testing::TestWithParam<unsigned> {};
 
 TEST_P(CudaLatentScheduleTest, AgreesWithTheCpu) {

@@ -40,6 +40,7 @@ int64_t scheduled_tiles(const LatentAttentionParams& p, int32_t tile_keys) {
 // Whether there can be a schedule. It cuts sequences where its runs end, and so not into a number of splits
 // that a caller asks for.
 bool can_schedule(const LatentAttentionParams& p, int32_t tile_keys) {
+    // A schedule counts more for each sequence than its tiles.
     constexpr int64_t kMost = (int64_t{1} << 31) - kSm90LatentCost * kMaxLatentScheduleBatch;
     return p.num_splits == 0 && p.batch <= kMaxLatentScheduleBatch && p.seqlen_k < kMost - 256 &&
            scheduled_tiles(p, tile_keys) < kMost;
@@ -99,7 +100,8 @@ bool decodes_fastest(const LatentAttentionParams& p, const LatentPlan& plan, boo
 }
 
 // Whether a schedule is likely faster for sm90_latent than the splits of the plan, which give all sequences
-// as many CTAs. Where sequences are alike, one split or a cluster of two is faster if it leaves few SMs idle.
+// as many CTAs. Where sequences are alike, one split is faster if it leaves few SMs idle, and so is a cluster
+// of two whose CTAs all run at once.
 bool schedules_fastest(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
     constexpr int64_t kMaxRuns = 9;  // of a sequence; combining what more of them leave takes too long
     const int64_t row_tiles = plan.num_row_tiles();

@@ -128,7 +128,7 @@ class LatentSchedule {
         shared_.end_keys[b] = end_key;
         return max((end_key + kKeys - 1) / kKeys, 1) + kCost;
     }
-    // All lanes of a warp call this together.
+    // Finds the run of this index. All lanes of a warp call this together.
     __device__ LatentRun find_run(int32_t index, int32_t num_runs, int32_t total, bool is_uniform) const {
         if (total == 0) return {index};
         const int32_t batch = p_.batch, each = total / batch;  // units of a sequence, if all are alike
