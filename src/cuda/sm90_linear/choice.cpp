@@ -149,7 +149,10 @@ bool may_be_fastest(const LinearProblem& problem, const Gpu& gpu, const Sm90Line
     const Sm90LinearTile& tile = plan.tile;
     if (tile.kernel == Sm90LinearKernel::flat && problem.num_rows > *(std::end(kFlatXRows) - 1)) return false;
     if (tile.splits == 1) return true;
-    return tile.splits <= plan.steps && plan.num_ctas <= gpu.num_sms * tile.ctas_per_sm;
+    const bool is_one_wave = plan.num_ctas <= gpu.num_sms * tile.ctas_per_sm;
+    const bool is_of_several =
+        tile.kernel == Sm90LinearKernel::flat && tile.splits == 2 && tile.ctas_per_sm == 2;
+    return tile.splits <= plan.steps && (is_one_wave || is_of_several);
 }
 
 int32_t x_rows_for(Sm90LinearKernel kernel, int64_t num_rows) {

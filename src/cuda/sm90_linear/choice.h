@@ -34,8 +34,8 @@ void for_each_tile(const LinearProblem& problem, Visit visit) {
     for (const WideTile& tile : kWideTiles) each(Sm90LinearKernel::wide, tile.w_rows);
 }
 
-// Whether the tile is worth an estimate: sm90_flat is for few rows of x, and splits pay only within one wave
-// of CTAs.
+// Whether the tile is worth an estimate: sm90_flat is for few rows of x, and splits pay within one wave of
+// CTAs, but for two of sm90_flat with two CTAs on an SM.
 bool may_be_fastest(const LinearProblem& problem, const Gpu& gpu, const Sm90LinearPlan& plan);
 
 // A rough estimate of the time, in microseconds.
