@@ -176,10 +176,12 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
                              int32_t last_token)
         : PrefillKeyTiles<false>{tiles},
           first_row_(p.block_mask.row(work.batch, work.first_head, work.first_token)),
-          last_row_(p.block_mask.row(work.batch, work.first_head, last_token)) {}
+          last_row_(p.block_mask.row(work.batch, work.first_head, last_token)),
+          chunk_((count + 31) / 32) {}
 
-    __device__ int32_t last() { return find(count - 1); }
-    __device__ int32_t before(int32_t i) { return find(i - 1); }
+    // To be called once, and then before() of what was found last.
+    __device__ int32_t last() { return next(); }
+    __device__ int32_t before(int32_t) { return next(); }
 
     // Whether the first or the last block of queries looks at the tile that was found last. (A row tile has
     // no blocks between the two.)
@@ -188,31 +190,31 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     }
 
   private:
-    // The last kept tile from i on towards the first; -1 if there is none.
-    __device__ int32_t find(int32_t i) {
-        while (i >= 0) {
-            const int32_t chunk = i / 32;
-            if (chunk != chunk_) load(chunk);
-            const uint32_t left = (of_first_ | of_last_) & (~0u >> (31 - i % 32));
-            if (left != 0) return 32 * chunk + 31 - __clz(left);
-            i = 32 * chunk - 1;
+    // The next kept tile towards the first; -1 if there is none.
+    __device__ int32_t next() {
+        while (left_ == 0) {
+            if (chunk_ == 0) return -1;
+            look(--chunk_);
         }
-        return -1;
+        const int bit = 31 - __clz(left_);
+        left_ ^= 1u << bit;
+        return 32 * chunk_ + bit;
     }
-    __device__ void load(int32_t chunk) {
+    __device__ void look(int32_t chunk) {
         const int32_t i = 32 * chunk + static_cast<int32_t>(threadIdx.x % 32);
         const int32_t column = i < count ? start(i) / tile_size : 0;
-        of_first_ = __ballot_sync(~0u, i < count && first_row_[column] != 0);
-        if (kSmallBlocks) of_last_ = __ballot_sync(~0u, i < count && last_row_[column] != 0);
-        chunk_ = chunk;
+        of_first_ = left_ = __ballot_sync(~0u, i < count && first_row_[column] != 0);
+        if (!kSmallBlocks) return;
+        of_last_ = __ballot_sync(~0u, i < count && last_row_[column] != 0);
+        left_ |= of_last_;
     }
 
     const uint8_t* first_row_;  // [key blocks]
     const uint8_t* last_row_;
-    int32_t chunk_ = -1;
-    // Which of the 32 tiles from 32 chunk_ on are kept by the first and by the last block of queries;
-    // of_last_ is used with small blocks alone.
-    uint32_t of_first_ = 0, of_last_ = 0;
+    // The 32 tiles from 32 chunk_ on: which of them the first and the last block of queries keep (of_last_
+    // is used with small blocks alone), and which are still to be found.
+    int32_t chunk_;
+    uint32_t of_first_ = 0, of_last_ = 0, left_ = 0;
 };
 
 template <class Config>

@@ -21,25 +21,25 @@ struct Sm90Softmax {
 
     __device__ float max_log2(int half) const { return max[half] == -INFINITY ? 0.0f : max[half] * scale; }
 
-    // Turns scores into weights. Returns whether the sums so far must be multiplied by `factor`. `shift` has
-    // not been added to the scores of this thread, nor to the maximum that is kept here.
+    // Turns scores into weights. Returns whether the sums so far must be multiplied by `factor`. With
+    // kShifted, `shift` has not been added to the scores of this thread.
     template <bool kShifted, int kCount>
     __device__ __forceinline__ bool apply(float (&scores)[kCount], const float (&shift)[2],
                                           float (&factor)[2]) {
+        // Of this thread's scores. Mostly none passes its row's maximum so far, and those of other threads
+        // are not needed.
         float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             float& m = tile_max[i / 2 % 2][i % 2];
             m = fmaxf(m, scores[i]);
         }
-        bool rises[2], raise = false;
+        bool raise = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             tile_max[half][0] = fmaxf(tile_max[half][0], tile_max[half][1]);
-            tile_max[half][0] = kShifted ? row_max(tile_max[half][0] + shift[half]) - shift[half]
-                                         : row_max(tile_max[half][0]);
-            rises[half] = tile_max[half][0] > max[half] + slack;
-            raise = raise || rises[half];
+            if (kShifted) tile_max[half][0] += shift[half];
+            raise = raise || tile_max[half][0] > max[half] + slack;
         }
         raise = __any_sync(~0u, raise);
         if (raise) {
@@ -47,12 +47,19 @@ struct Sm90Softmax {
             for (int half = 0; half < 2; ++half) {
                 // Each row decides by itself, so that its bits do not depend on other rows, such as those
                 // that hold no query.
-                factor[half] = rises[half] ? ptx::exp2_approx((max[half] - tile_max[half][0]) * scale) : 1.0f;
-                if (rises[half]) max[half] = tile_max[half][0];
+                const float of_row = row_max(tile_max[half][0]);
+                const bool rises = of_row > max[half] + slack;
+                factor[half] = rises ? ptx::exp2_approx((max[half] - of_row) * scale) : 1.0f;
+                if (rises) max[half] = of_row;
                 sum[half] *= factor[half];
             }
         }
-        const float subtract[2] = {max_log2(0), max_log2(1)};
+        float subtract[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float of_thread = kShifted ? max[half] - shift[half] : max[half];
+            subtract[half] = max[half] == -INFINITY ? 0.0f : of_thread * scale;
+        }
         float tile_sum[2][2] = {};
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
@@ -106,19 +113,11 @@ __device__ __forceinline__ bool apply_softmax(Sm90Softmax& softmax, float (&scor
                                               float (&factor)[2]) {
     if constexpr (!Config::kAlibi) return softmax.apply<false>(scores, {}, factor);
     const int32_t first_column = by_thread ? 2 * (threadIdx.x % 4) : 0;
-    float shift[2], max[2], shifted[2];
+    float shift[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2; ++half)
         shift[half] = alibi_bias(rows.slope[half], rows.anchor, first_key + first_column);
-        max[half] = softmax.max[half];
-        softmax.max[half] = shifted[half] = max[half] - shift[half];
-    }
-    const bool raised = softmax.apply<true>(scores, shift, factor);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // a maximum that did not rise keeps its bits
-        softmax.max[half] = softmax.max[half] == shifted[half] ? max[half] : softmax.max[half] + shift[half];
-    }
-    return raised;
+    return softmax.apply<true>(scores, shift, factor);
 }
 
 }  // namespace octavo::cuda

@@ -40,7 +40,7 @@ class RowSoftmax {
     __device__ __forceinline__ void raise(const float (&scores)[kRowTiles][kTiles][4],
                                           float (&out)[kRowTiles][kOutTiles][4]) {
         constexpr float kSlackLog2 = 8.0f;
-        float highest[kRowTiles][2];
+        float highest[kRowTiles][2];  // of this lane
         bool rises = false;
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) {
@@ -50,7 +50,7 @@ class RowSoftmax {
 #pragma unroll
                 for (int i = 1; i < kTiles; ++i)
                     x = fmaxf(x, fmaxf(scores[t][i][2 * half], scores[t][i][2 * half + 1]));
-                highest[t][half] = row_max(x);
+                highest[t][half] = x;
                 rises = rises || highest[t][half] * scale_ > max_[t][half] * scale_ + kSlackLog2;
             }
         }
@@ -60,10 +60,11 @@ class RowSoftmax {
             float factor[2];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
+                const float highest_of_row = row_max(highest[t][half]);
                 float& max = max_[t][half];  // each row decides alone: its bits do not depend on neighbours
-                const bool rises = highest[t][half] * scale_ > max * scale_ + kSlackLog2;
-                factor[half] = rises ? ptx::exp2_approx((max - highest[t][half]) * scale_) : 1.0f;
-                max = rises ? highest[t][half] : max;
+                const bool rises = highest_of_row * scale_ > max * scale_ + kSlackLog2;
+                factor[half] = rises ? ptx::exp2_approx((max - highest_of_row) * scale_) : 1.0f;
+                max = rises ? highest_of_row : max;
                 sum_[t][half] *= factor[half];
             }
 #pragma unroll
