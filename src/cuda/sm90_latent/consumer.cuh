@@ -10,6 +10,7 @@
 #include "cuda/ptx/wgmma.h"
 #include "cuda/sm90_latent/rows.cuh"
 #include "cuda/sm90_latent/shared.cuh"
+#include "cuda/tile/softmax.cuh"
 #include "cuda/types.h"
 
 #include <cstdint>
@@ -205,7 +206,7 @@ class Sm90LatentConsumer {
         }
     }
 
-    // Finds the highest score of each row, in units of log2(e).
+    // Finds the highest of this thread's scores of each row, in units of log2(e).
     __device__ void highest(float (&max)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -214,22 +215,29 @@ class Sm90LatentConsumer {
             for (int j = 0; j < 32; ++j) {
                 if (j / 2 % 2 == i) max[i] = fmaxf(max[i], scores_[j]);
             }
-            max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], 1));
-            max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], 2)) * scale_log2(i);
+            max[i] *= scale_log2(i);
         }
     }
 
     __device__ float scale_log2(int i) const { return scale_log2_[kUnits == 1 ? 0 : i]; }
 
-    // Raises the maximum of each row to that of this warpgroup's tile, and tells the other warpgroup.
+    // Raises the maximum of each row that a score of this warpgroup's tile passes by 2^8, and tells the other
+    // warpgroup. The maximum only has to keep weights from overflowing: so sums are seldom scaled.
     __device__ void raise_max(const float (&max)[2], float (&factor)[2]) {
+        constexpr float kSlackLog2 = 8.0f;
+        const bool raises = __any_sync(~0u, max[0] > max_[0] + kSlackLog2 || max[1] > max_[1] + kSlackLog2);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float raised = fmaxf(max[i], max_[i]);
-            factor[i] = ptx::exp2_approx(max_[i] - safe(raised));
-            max_[i] = raised;
+            factor[i] = 1.0f;
+            if (raises) {
+                const float of_row = row_max(max[i]);
+                if (of_row > max_[i] + kSlackLog2) {
+                    factor[i] = ptx::exp2_approx(max_[i] - of_row);
+                    max_[i] = of_row;
+                }
+            }
             if (threadIdx.x % 4 != 0) continue;
-            shared_.max[kWarpgroup][row(i)] = raised;
+            shared_.max[kWarpgroup][row(i)] = max_[i];
             shared_.factor[kWarpgroup][row(i)] = factor[i];
         }
     }
