@@ -31,7 +31,7 @@ def problem(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """q [ROWS, head_dim] and k [KEYS, head_dim].
 
-    A kernel visits `late` first. In row 32, `early` with its bias has 2^8 times the weight of it, then more.
+    A kernel visits `late` first. In row 32 the weight of `early` is 2^8 times that of `late`, and later more.
     """
     q, k = np.zeros((ROWS, head_dim), np.float32), np.zeros((KEYS, head_dim), np.float32)
     q[:, :3], q[:, 3] = 1.0, np.arange(ROWS) - ROWS // 2
