@@ -9,6 +9,10 @@
 
 namespace octavo {
 
+// The CUDA kernels raise a maximum only when a score passes it by this much, in units of log2(e): it only has
+// to keep weights from overflowing, and sums are then seldom scaled.
+constexpr float kSlackLog2 = 8.0f;
+
 // Of the scores seen so far, in units of log2(e): their maximum, and the sum of exp2(score - max).
 struct SoftmaxState {
     float max = -INFINITY;

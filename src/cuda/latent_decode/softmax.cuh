@@ -89,8 +89,6 @@ class LatentRowsSoftmax {
     }
 
   private:
-    // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
-    static constexpr float kSlackLog2 = 8.0f;
     static constexpr int kScores = Config::kPartKeys / 4;  // of a lane, in each of its rows
 
     __device__ void raise_max(const float (&scores)[2][kScores]) {

@@ -9,9 +9,8 @@
 namespace octavo::cuda {
 
 // Maximum and sum of the two rows of a thread, the sum over this thread's columns only. The maximum is raised
-// only when a score passes it by 2^8 (in weights), so that the result is seldom rescaled.
+// only when a score passes it by kSlackLog2.
 struct Sm90Softmax {
-    static constexpr float kSlackLog2 = 8.0f;
     float scale;                            // turns scores into units of log2(e)
     float slack;                            // kSlackLog2, in units of scores
     float max[2] = {-INFINITY, -INFINITY};  // in units of scores

@@ -221,10 +221,9 @@ class Sm90LatentConsumer {
 
     __device__ float scale_log2(int i) const { return scale_log2_[kUnits == 1 ? 0 : i]; }
 
-    // Raises the maximum of each row that a score of this warpgroup's tile passes by 2^8, and tells the other
-    // warpgroup. The maximum only has to keep weights from overflowing: so sums are seldom scaled.
+    // Raises the maximum of each row that a score of this warpgroup's tile passes by kSlackLog2, and tells
+    // the other warpgroup.
     __device__ void raise_max(const float (&max)[2], float (&factor)[2]) {
-        constexpr float kSlackLog2 = 8.0f;
         const bool raises = __any_sync(~0u, max[0] > max_[0] + kSlackLog2 || max[1] > max_[1] + kSlackLog2);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

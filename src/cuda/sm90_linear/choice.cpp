@@ -150,9 +150,9 @@ bool may_be_fastest(const LinearProblem& problem, const Gpu& gpu, const Sm90Line
     if (tile.kernel == Sm90LinearKernel::flat && problem.num_rows > *(std::end(kFlatXRows) - 1)) return false;
     if (tile.splits == 1) return true;
     const bool is_one_wave = plan.num_ctas <= gpu.num_sms * tile.ctas_per_sm;
-    const bool is_of_several =
+    const bool in_any_waves =
         tile.kernel == Sm90LinearKernel::flat && tile.splits == 2 && tile.ctas_per_sm == 2;
-    return tile.splits <= plan.steps && (is_one_wave || is_of_several);
+    return tile.splits <= plan.steps && (is_one_wave || in_any_waves);
 }
 
 int32_t x_rows_for(Sm90LinearKernel kernel, int64_t num_rows) {

@@ -18,7 +18,7 @@ __device__ __forceinline__ float row_sum(float x) {
 }
 
 // The state of this lane's two rows in each row tile. The maximum is raised only when a score passes it by
-// 2^8 (in weights), so that the sums so far are seldom rescaled.
+// kSlackLog2.
 template <int kRowTiles>
 class RowSoftmax {
   public:
@@ -39,7 +39,6 @@ class RowSoftmax {
     template <int kTiles, int kOutTiles>
     __device__ __forceinline__ void raise(const float (&scores)[kRowTiles][kTiles][4],
                                           float (&out)[kRowTiles][kOutTiles][4]) {
-        constexpr float kSlackLog2 = 8.0f;
         float highest[kRowTiles][2];  // of this lane
         bool rises = false;
 #pragma unroll

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/macros.h"
+#include "common/online_softmax.h"
 #include "cuda/ptx/exp2.h"
 #include "cuda/ptx/movmatrix.h"
 #include "cuda/types.h"
@@ -88,7 +89,6 @@ struct TransposedSoftmax {
     __device__ __forceinline__ void weigh(uint32_t (&weights)[kSteps][kRowTiles][2],
                                           float (&scores)[kSteps][kRowTiles][4], Add add,
                                           Unified unified = {}) {
-        // The maximum only has to keep weights from overflowing: it is raised when a score passes it by 2^8.
         bool raise = false;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -146,7 +146,6 @@ struct TransposedSoftmax {
     __device__ void sum_offset_over_keys(int r, int i) { sum_over_keys(offset[r][i]); }
 
   private:
-    static constexpr float kSlackLog2 = 8.0f;
     // With a maximum lower than this, weights of fp16 would lose bits of keys that count.
     static constexpr float kSlackBelowZeroLog2 = 2.0f;
 
