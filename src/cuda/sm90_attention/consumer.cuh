@@ -10,6 +10,7 @@
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/ptx/wgmma.h"
 #include "cuda/sm90_attention/few_rows.cuh"
+#include "cuda/sm90_attention/passed_tiles.cuh"
 #include "cuda/sm90_attention/rows.cuh"
 #include "cuda/sm90_attention/shared.cuh"
 #include "cuda/sm90_attention/softmax.cuh"
@@ -23,11 +24,11 @@ namespace octavo::cuda {
 // makes its own threads wait for one another.
 template <class Config>
 __device__ __forceinline__ void wait_for_turn(int group) {
-    if constexpr (Config::kConsumers > 1) ptx::named_barrier_sync(1 + group, 256);
+    if constexpr (Config::kTakesTurns) ptx::named_barrier_sync(1 + group, 256);
 }
 template <class Config>
 __device__ __forceinline__ void pass_turn(int group) {
-    if constexpr (Config::kConsumers > 1)
+    if constexpr (Config::kTakesTurns)
         ptx::named_barrier_arrive(group + 1 == Config::kConsumers ? 1 : 2 + group, 256);
 }
 
@@ -61,16 +62,16 @@ class Sm90Consumer {
             }
             float scores[kScores], out[kOut], factor[2];
             uint32_t weights[kWeights];
-            auto tiles = key_tiles<Config>(p_, plan_, work);
+            auto tiles = key_tiles<Config>(p_, plan_, work, own_block());
             Rows rows(p_, plan_, work, block_, places_, scale);
             if constexpr (Config::kTree) rows.full_end = min(rows.full_end, work.tree_begin(p_));
             Sm90Softmax softmax(scale);
             if constexpr (Config::kAlibiProduct) lay_out_slopes(work, scale);
-            int32_t tile = tiles.last();
+            int32_t tile = first_tile(tiles);
             ptx::mbarrier_wait(&shared_.q_full[q_ring_.slot][group_], q_ring_.parity);
             while (tile >= 0 && !rows.see_any(tiles.start(tile), Config::kKeys)) {
                 skip_tile();
-                tile = tiles.before(tile);
+                tile = next_tile(tiles, tile);
             }
 #pragma unroll
             for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
@@ -78,95 +79,109 @@ class Sm90Consumer {
                 if (Config::kFewRowTiles > 0 && tiles.count == 0) keep_step();
                 float out_scale[2];
                 finish(work, rows, softmax, out_scale);
+                passed_.free(shared_, k_ring_, v_ring_);
                 store(work, out, out_scale);
                 work = take_work<Config>(shared_, work_ring_);
                 continue;
             }
 
-            DropoutMask<2, Config::kKeys / 8> kept;
-            if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
-            wait_for_tile(shared_.k_full, k_ring_);
-            wait_for_turn<Config>(group_);
-            multiply_q_k(scores, q_ring_.slot);
-            pass_turn<Config>(group_);
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_results(scores);
-            release_slot<Config>(shared_.k_empty, k_ring_);
-            score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
-            hide_block(scores, tiles, tile);
-            if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
-            apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
-            pack_weights(scores, kept, weights);
-            tile = tiles.before(tile);
-
-            // The scores of one tile are computed together with the product of V and the weights of the tile
-            // before. Tiles are visited from the last to the first; where row tiles are chained, the loop
-            // then goes on with the last tile of the next row tile.
             float out_scale[2];
             Sm90Work next;
-            while (true) {
-                const bool boundary = tile < 0;
-                Ring<Config::kQSlots> q_ring = q_ring_;
-                if (boundary) {
-                    finish(work, rows, softmax, out_scale);
-                    next = take_work<Config>(shared_, work_ring_);
-                    if (!Config::kChained || next.batch < 0) break;
-                    if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
-                    tiles = key_tiles<Config>(p_, plan_, next);
-                    tile = tiles.last();
-                    Ring<Config::kQSlots> next_ring = q_ring_;
-                    next_ring.advance();
-                    set_scales(transform, scale, next_ring, group_);
-                    rows = Rows(p_, plan_, next, block_, places_, scale);
-                    if constexpr (Config::kTree) rows.full_end = min(rows.full_end, next.tree_begin(p_));
-                    if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
-                    work = next;
-                    softmax = Sm90Softmax(scale);
-                    q_ring.advance();
-                    ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
-                }
+            do {
+                passed_.free(shared_, k_ring_, v_ring_);
+                DropoutMask<2, Config::kKeys / 8> kept;
                 if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
                 wait_for_tile(shared_.k_full, k_ring_);
                 wait_for_turn<Config>(group_);
-                multiply_q_k(scores, q_ring.slot);
-                wait_for_tile(shared_.v_full, v_ring_);
-                multiply_p_v(weights, out);
+                multiply_q_k(scores, q_ring_.slot);
                 pass_turn<Config>(group_);
-                ptx::wgmma_wait<1>();
+                ptx::wgmma_wait<0>();
                 ptx::wgmma_results(scores);
                 release_slot<Config>(shared_.k_empty, k_ring_);
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
-                hide_block(scores, tiles, tile);
                 if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
-                const bool rescale =
+                const bool raised =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
-                // The exponentials are to run under the product with V. ptxas would move the wait for that
-                // product in front of them (3 to 5 % slower on an H200), if it were not behind a branch: so
-                // each branch has a wait of its own.
-                ptx::wgmma_results(softmax.sum);
-                if (boundary) {
-                    end_p_v(out);
-                    store(work, out, out_scale);
+                if (Config::kOwnTiles && raised) {
 #pragma unroll
-                    for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
-                } else {
-                    if (rescale) {
-                        wait_for_p_v(out);
-#pragma unroll
-                        for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
-                    } else {
-                        wait_for_p_v(out);
-                    }
-                    release_slot<Config>(shared_.v_empty, v_ring_);
+                    for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
                 }
                 pack_weights(scores, kept, weights);
-                tile = tiles.before(tile);
-            }
-            wait_for_tile(shared_.v_full, v_ring_);
-            multiply_p_v(weights, out);
-            end_p_v(out);
+                tile = next_tile(tiles, tile);
+
+                // The scores of one tile are computed together with the product of V and the weights of the
+                // tile before. Tiles are visited from the last to the first; where row tiles are chained, the
+                // loop then goes on with the last tile of the next row tile.
+                while (true) {
+                    const bool boundary = tile < 0;
+                    if (Config::kOwnTiles && !boundary && passed_.too_many()) break;
+                    Ring<Config::kQSlots> q_ring = q_ring_;
+                    if (boundary) {
+                        finish(work, rows, softmax, out_scale);
+                        if (Config::kOwnTiles) break;
+                        next = take_work<Config>(shared_, work_ring_);
+                        if (!Config::kChained || next.batch < 0) break;
+                        if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
+                        tiles = key_tiles<Config>(p_, plan_, next, own_block());
+                        tile = first_tile(tiles);
+                        Ring<Config::kQSlots> next_ring = q_ring_;
+                        next_ring.advance();
+                        set_scales(transform, scale, next_ring, group_);
+                        rows = Rows(p_, plan_, next, block_, places_, scale);
+                        if constexpr (Config::kTree) rows.full_end = min(rows.full_end, next.tree_begin(p_));
+                        if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
+                        work = next;
+                        softmax = Sm90Softmax(scale);
+                        q_ring.advance();
+                        ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
+                    }
+                    if constexpr (Config::kDropout) draw(kept, work, tiles.start(tile));
+                    const int32_t passed = passed_.free_keys(shared_, k_ring_);
+                    wait_for_tile(shared_.k_full, k_ring_);
+                    wait_for_turn<Config>(group_);
+                    multiply_q_k(scores, q_ring.slot);
+                    wait_for_tile(shared_.v_full, v_ring_);
+                    multiply_p_v(weights, out);
+                    pass_turn<Config>(group_);
+                    ptx::wgmma_wait<1>();
+                    ptx::wgmma_results(scores);
+                    release_slot<Config>(shared_.k_empty, k_ring_);
+                    score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
+                    if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
+                    const bool rescale =
+                        apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
+                    // The exponentials are to run under the product with V. ptxas would move the wait for
+                    // that product in front of them (3 to 5 % slower on an H200), if it were not behind a
+                    // branch: so each branch has a wait of its own.
+                    ptx::wgmma_results(softmax.sum);
+                    if (boundary) {
+                        end_p_v(out);
+                        store(work, out, out_scale);
+#pragma unroll
+                        for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
+                    } else {
+                        if (rescale) {
+                            wait_for_p_v(out);
+#pragma unroll
+                            for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
+                        } else {
+                            wait_for_p_v(out);
+                        }
+                        release_slot<Config>(shared_.v_empty, v_ring_);
+                    }
+                    passed_.free_values(shared_, v_ring_, passed);
+                    pack_weights(scores, kept, weights);
+                    tile = next_tile(tiles, tile);
+                }
+                wait_for_tile(shared_.v_full, v_ring_);
+                multiply_p_v(weights, out);
+                end_p_v(out);
+            } while (Config::kOwnTiles && tile >= 0);
+            passed_.free(shared_, k_ring_, v_ring_);
             store(work, out, out_scale);
-            work = next;
+            // With tiles left that others multiply, the next row tile might not come before their slots are
+            // free.
+            work = Config::kOwnTiles ? take_work<Config>(shared_, work_ring_) : next;
         }
     }
 
@@ -218,16 +233,27 @@ class Sm90Consumer {
         return std::is_same_v<T, AnyFloat16> ? p_.out_scale * value_scale_ : p_.out_scale;
     }
 
-    // With small blocks, the CTA may visit a tile for another warpgroup's rows alone; hides all its keys
-    // then.
+    // The tiles that this warpgroup multiplies, one after the other; -1 behind the last.
     template <class Tiles>
-    __device__ __forceinline__ void hide_block(float (&scores)[kScores], const Tiles& tiles, int32_t tile) {
-        if constexpr (Config::kSmallBlocks) {
-            static_assert(Config::kTileBlocks == 2);
-            if (tiles.is_kept_by(block_ == 1, tile)) return;
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) scores[i] = -INFINITY;
-        }
+    __device__ __forceinline__ int32_t first_tile(Tiles& tiles) {
+        if constexpr (Config::kOwnTiles)
+            return tiles.next_own(passed_.count);
+        else
+            return tiles.last();
+    }
+    template <class Tiles>
+    __device__ __forceinline__ int32_t next_tile(Tiles& tiles, int32_t tile) {
+        if constexpr (Config::kOwnTiles)
+            return tiles.next_own(passed_.count);
+        else
+            return tiles.before(tile);
+    }
+    // The warpgroup's block of queries in the row tile.
+    __device__ __forceinline__ int own_block() const {
+        if constexpr (Config::kOwnTiles)
+            return block_ * Config::kGroupRows / Config::kBlockSize;
+        else
+            return 0;
     }
 
     // Takes a turn at the tensor cores without a product. Over row tiles without keys there would be no
@@ -241,10 +267,9 @@ class Sm90Consumer {
     // Keeps step with the other warpgroups over a tile that no row here sees.
     __device__ __forceinline__ void skip_tile() {
         keep_step();
-        ptx::mbarrier_wait(&shared_.k_full[k_ring_.slot], k_ring_.parity);
-        release_slot<Config>(shared_.k_empty, k_ring_);
-        ptx::mbarrier_wait(&shared_.v_full[v_ring_.slot], v_ring_.parity);
-        release_slot<Config>(shared_.v_empty, v_ring_);
+        passed_.free(shared_, k_ring_, v_ring_);
+        free_slot<Config>(shared_.k_full, shared_.k_empty, k_ring_);
+        free_slot<Config>(shared_.v_full, shared_.v_empty, v_ring_);
     }
 
     // Waits until the next tile of K or V is there for a product.
@@ -362,16 +387,16 @@ class Sm90Consumer {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
                 states[half] = {softmax.max_log2(half), row_sum(softmax.sum[half])};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
-                out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * result_scale();
-            }
+            float factor[2] = {result_scale(), result_scale()};
             if (Config::kSinksAndChunks && OCTAVO_RARE(p_.sinks != nullptr)) {
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    finish_row(work, half, states[half], rows.row_bias[half], out_scale);
-                return;
+                    factor[half] *= states[half].add_sink(sink(work, half, rows.row_bias[half]));
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float sum = states[half].sum;  // at least about 1, unless the row sees nothing
+                out_scale[half] = (sum == 0.0f ? 0.0f : ptx::reciprocal_of_normal(sum)) * factor[half];
             }
             if (!writes_lse()) return;
 #pragma unroll
@@ -393,12 +418,14 @@ class Sm90Consumer {
     __device__ __forceinline__ void finish_row(const Sm90Work& work, int half, SoftmaxState state,
                                                float row_bias, float (&out_scale)[2]) {
         float factor = result_scale();
-        if (Config::kSinksAndChunks && OCTAVO_RARE(p_.sinks != nullptr)) {
-            const float sink = p_.sinks[work.first_head + places_.head(half)];
-            factor *= state.add_sink(fmaf(sink, kLog2e, -row_bias));
-        }
+        if (Config::kSinksAndChunks && OCTAVO_RARE(p_.sinks != nullptr))
+            factor *= state.add_sink(sink(work, half, row_bias));
         out_scale[half] = state.inverse_sum() * factor;
         if (writes_lse()) write_lse(work, half, state, row_bias);
+    }
+    // The sink of a row's head, in units of log2(e), as its scores are.
+    __device__ __forceinline__ float sink(const Sm90Work& work, int half, float row_bias) const {
+        return fmaf(p_.sinks[work.first_head + places_.head(half)], kLog2e, -row_bias);
     }
     __device__ __forceinline__ bool writes_lse() const { return p_.lse && threadIdx.x % 4 == 0; }
     __device__ __forceinline__ void write_lse(const Sm90Work& work, int half, const SoftmaxState& state,
@@ -464,6 +491,7 @@ class Sm90Consumer {
     Ring<Config::kVStages> v_ring_;
     Ring<kSm90WorkSlots> work_ring_;
     float value_scale_ = 1.0f;  // over codes
+    PassedTiles<Config> passed_;
 };
 
 }  // namespace octavo::cuda

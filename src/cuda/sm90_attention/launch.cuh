@@ -57,14 +57,13 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
                                    Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::beside>>;
     }
     if constexpr (has_blocks(kHeadDim, kWarpgroups, kCtas)) {
-        constexpr int kBlockWarpgroups = sm90_block_tiles(kHeadDim, 128).warpgroups;
+        constexpr int kGroups = sm90_block_tiles(kHeadDim, 128).warpgroups;
+        constexpr int kGroupsOfSmall = sm90_block_tiles(kHeadDim, 64).warpgroups;
         if (plan.feature == Sm90Feature::blocks)
-            run =
-                launch_sm90_kernel<T,
-                                   Sm90Config<kHeadDim, kHeadDim, kBlockWarpgroups, 1, Sm90Feature::blocks>>;
+            run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kHeadDim, kGroups, 1, Sm90Feature::blocks>>;
         if (plan.feature == Sm90Feature::small_blocks)
             run = launch_sm90_kernel<
-                T, Sm90Config<kHeadDim, kHeadDim, kBlockWarpgroups, 1, Sm90Feature::small_blocks>>;
+                T, Sm90Config<kHeadDim, kHeadDim, kGroupsOfSmall, 1, Sm90Feature::small_blocks>>;
     }
     if (plan.feature == Sm90Feature::sinks)
         run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::sinks>>;

@@ -116,8 +116,8 @@ std::optional<BlockRows> find_block_tiles(const AttentionParams& p) {
         if (tiles.head_dim == head_dim && has_blocks(head_dim, tiles.warpgroups, tiles.ctas)) found.row = row;
     }
     for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90BlockTiles)); ++row) {
-        const Sm90Tiles& tiles = kSm90BlockTiles[row];
-        if (tiles.head_dim == head_dim && tiles.keys == p.block_mask.size) found.block_row = row;
+        const auto& [block_size, tiles] = kSm90BlockTiles[row];
+        if (tiles.head_dim == head_dim && block_size == p.block_mask.size) found.block_row = row;
     }
     return found;
 }
@@ -204,9 +204,9 @@ bool can_convert(const AttentionParams& p, std::string* why_not) {
     return false;
 }
 
-std::string name_of_blocks(DType dtype, const Sm90Tiles& tiles) {
-    return text_of("sm90_attention<", to_string(dtype), ", head_dim ", tiles.head_dim, ", blocks of ",
-                   tiles.keys, ">");
+std::string name_of_blocks(DType dtype, const Sm90BlockTiles& row) {
+    return text_of("sm90_attention<", to_string(dtype), ", head_dim ", row.tiles.head_dim, ", blocks of ",
+                   row.block_size, ">");
 }
 // Over codes, one instance serves all types of q.
 std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles) {
@@ -339,7 +339,7 @@ std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& p, con
 Explanation describe(const Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     Explanation text;
-    text.kernel = plan.has_blocks() ? name_of_blocks(plan.dtype, tiles)
+    text.kernel = plan.has_blocks() ? name_of_blocks(plan.dtype, kSm90BlockTiles[plan.block_row])
                                     : name_of(plan.dtype, plan.codes != Codes::none, tiles);
     text.summary =
         text_of(counted(plan.num_row_tiles, "tile"), " of ", kGroupRows * tiles.row_blocks(), " rows");
@@ -387,7 +387,7 @@ std::vector<std::string> sm90_attention_instances() {
     for (DType dtype : kAttentionTypes) {
         for (const Sm90Tiles& tiles : kSm90Tiles) names.push_back(name_of(dtype, false, tiles));
         for (const Sm90Tiles& tiles : kSm90CodeTiles) names.push_back(name_of(dtype, true, tiles));
-        for (const Sm90Tiles& tiles : kSm90BlockTiles) names.push_back(name_of_blocks(dtype, tiles));
+        for (const Sm90BlockTiles& row : kSm90BlockTiles) names.push_back(name_of_blocks(dtype, row));
     }
     return names;
 }

@@ -40,9 +40,10 @@ struct Sm90Plan {
     const Sm90Tiles& tiles() const {
         if (codes != Codes::none) return kSm90CodeTiles[row];
         if (feature == Sm90Feature::beside) return kSm90TilesBeside;
-        if (has_blocks()) return kSm90BlockTiles[block_row];
+        if (has_blocks()) return kSm90BlockTiles[block_row].tiles;
         return kSm90Tiles[row];
     }
+    int32_t block_size() const { return kSm90BlockTiles[block_row].block_size; }
     bool has_blocks() const { return feature == Sm90Feature::blocks || feature == Sm90Feature::small_blocks; }
     Grid grid() const { return {num_ctas}; }
     int32_t threads() const { return 128 * (codes != Codes::none ? 4 : tiles().warpgroups + 1); }

@@ -169,24 +169,40 @@ struct PrefillKeyTiles : KeyTiles {
 
 // Those of these tiles that a block mask keeps for some of the row tile's blocks of queries. A warp looks at
 // the mask of 32 tiles at once, and all warps find the same.
-template <bool kSmallBlocks>
+template <class Config>
 class BlockKeyTiles : public PrefillKeyTiles<false> {
   public:
+    // `block`: the block of queries, counted in the row tile, whose tiles next_own() finds.
     __device__ BlockKeyTiles(const AttentionParams& p, const Sm90Work& work, const KeyTiles& tiles,
-                             int32_t last_token)
+                             int32_t end_token, int block)
         : PrefillKeyTiles<false>{tiles},
-          first_row_(p.block_mask.row(work.batch, work.first_head, work.first_token)),
-          last_row_(p.block_mask.row(work.batch, work.first_head, last_token)),
+          rows_(p.block_mask.row(work.batch, work.first_head, work.first_token)),
+          row_stride_(p.block_mask.row_stride),
+          num_rows_((end_token - work.first_token - 1) / Config::kBlockSize + 1),
+          block_(block),
           chunk_((count + 31) / 32) {}
 
     // To be called once, and then before() of what was found last.
     __device__ int32_t last() { return next(); }
     __device__ int32_t before(int32_t) { return next(); }
 
-    // Whether the first or the last block of queries looks at the tile that was found last. (A row tile has
-    // no blocks between the two.)
-    __device__ bool is_kept_by(bool last_block, int32_t i) const {
-        return (last_block ? of_last_ : of_first_) >> (i % 32) & 1;
+    // The next tile that the own block of queries keeps; -1 if there is none. `passed` counts the tiles that
+    // lie before it and are kept for other blocks.
+    __device__ int32_t next_own(int32_t& passed) {
+        while (own_ == 0) {
+            passed += __popc(left_);
+            if (chunk_ == 0) {
+                left_ = 0;
+                return -1;
+            }
+            look(--chunk_);
+        }
+        const int bit = 31 - __clz(own_);
+        const uint32_t below = (1u << bit) - 1;
+        passed += __popc(left_ & ~below) - 1;
+        left_ &= below;
+        own_ &= below;
+        return 32 * chunk_ + bit;
     }
 
   private:
@@ -202,24 +218,30 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     }
     __device__ void look(int32_t chunk) {
         const int32_t i = 32 * chunk + static_cast<int32_t>(threadIdx.x % 32);
-        const int32_t column = i < count ? start(i) / tile_size : 0;
-        of_first_ = left_ = __ballot_sync(~0u, i < count && first_row_[column] != 0);
-        if (!kSmallBlocks) return;
-        of_last_ = __ballot_sync(~0u, i < count && last_row_[column] != 0);
-        left_ |= of_last_;
+        const uint8_t* column = rows_ + (i < count ? start(i) / Config::kBlockSize : 0);
+        left_ = 0;
+#pragma unroll
+        for (int row = 0; row < Config::kQueryBlocks; ++row) {
+            const uint32_t kept = __ballot_sync(~0u, i < count && row < num_rows_ && *column != 0);
+            left_ |= kept;
+            if (Config::kOwnTiles && row == block_) own_ = kept;
+            if (row + 1 < num_rows_) column += row_stride_;
+        }
     }
 
-    const uint8_t* first_row_;  // [key blocks]
-    const uint8_t* last_row_;
-    // The 32 tiles from 32 chunk_ on: which of them the first and the last block of queries keep (of_last_
-    // is used with small blocks alone), and which are still to be found.
+    const uint8_t* rows_;  // [query blocks of the row tile, key blocks]
+    int64_t row_stride_;
+    int32_t num_rows_;
+    int block_;
+    // The 32 tiles from 32 chunk_ on: which of them some block keeps, and which of these the own one, and are
+    // still to be found.
     int32_t chunk_;
-    uint32_t of_first_ = 0, of_last_ = 0, left_ = 0;
+    uint32_t left_ = 0, own_ = 0;
 };
 
 template <class Config>
 __device__ __forceinline__ auto key_tiles(const AttentionParams& p, const Sm90Launch& plan,
-                                          const Sm90Work& work) {
+                                          const Sm90Work& work, int own_block = 0) {
     const int32_t end = min(work.first_token + Config::kTileBlocks * plan.tokens, work.seqlen_q);
     PrefillKeyTiles<Config::kSplits> tiles{KeyTiles(work.visibility<Config>(p, work.first_token, end),
                                                     work.q_pos(work.first_token), work.q_pos(end - 1),
@@ -230,7 +252,7 @@ __device__ __forceinline__ auto key_tiles(const AttentionParams& p, const Sm90La
         tiles.count = tiles.count * (part + 1) / plan.num_splits - tiles.first;
     }
     if constexpr (Config::kBlocks) {
-        return BlockKeyTiles<Config::kSmallBlocks>(p, work, tiles, end - 1);
+        return BlockKeyTiles<Config>(p, work, tiles, end, own_block);
     } else {
         return tiles;
     }

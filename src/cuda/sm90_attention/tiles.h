@@ -61,18 +61,23 @@ constexpr Sm90Tiles kSm90CodeTiles[] = {
 constexpr Sm90Tiles kSm90TilesBeside = {128, 128, 2, 1, 64, 2, 2, 1, false, 0};
 constexpr int kSm90RegistersBeside = 112;
 
-// The tiles of the kernels for a block mask (Sm90Feature::blocks, and small_blocks for blocks of 64). A tile
-// of keys lies in one block, and so do a warpgroup's rows; with blocks of 128, so does a whole row tile.
-constexpr Sm90Tiles kSm90BlockTiles[] = {
-    {64, 64, 2, 1, 128, 4, 4, 2, true, 0},
-    {64, 64, 2, 1, 64, 8, 8, 2, true, 0},
-    {128, 128, 2, 1, 128, 2, 3, 2, true, 0},
-    {128, 128, 2, 1, 64, 4, 6, 2, true, 0},
+// The tiles of the kernels for a block mask, whose blocks have this many queries and keys
+// (Sm90Feature::blocks, and small_blocks for blocks of 64). A tile of keys lies in one block, and so do a
+// warpgroup's rows.
+struct Sm90BlockTiles {
+    int block_size;
+    Sm90Tiles tiles;
+};
+constexpr Sm90BlockTiles kSm90BlockTiles[] = {
+    {128, {64, 64, 2, 1, 128, 4, 4, 2, true, 0}},
+    {64, {64, 64, 3, 1, 64, 8, 8, 2, false, 0}},
+    {128, {128, 128, 2, 1, 128, 2, 3, 2, true, 0}},
+    {64, {128, 128, 2, 1, 64, 4, 6, 2, false, 0}},
 };
 
-constexpr Sm90Tiles sm90_block_tiles(int head_dim, int keys) {
-    for (const Sm90Tiles& tiles : kSm90BlockTiles) {
-        if (tiles.head_dim == head_dim && tiles.keys == keys) return tiles;
+constexpr Sm90Tiles sm90_block_tiles(int head_dim, int block_size) {
+    for (const Sm90BlockTiles& row : kSm90BlockTiles) {
+        if (row.tiles.head_dim == head_dim && row.block_size == block_size) return row.tiles;
     }
     return {};
 }
@@ -144,14 +149,16 @@ template <int kHeadDim_, int kValueDim_, int kConsumers_, int kCtas_, Sm90Featur
           Sm90Cache kCache_ = Sm90Cache::numbers>
 struct Sm90Config {
     static constexpr bool kBeside = kFeature_ == Sm90Feature::beside;
-    // Whether there is a block mask. With small blocks, the warpgroups of a row tile look at different tiles.
-    static constexpr bool kSmallBlocks = kFeature_ == Sm90Feature::small_blocks;
-    static constexpr bool kBlocks = kFeature_ == Sm90Feature::blocks || kSmallBlocks;
+    // The size of the blocks of a block mask; 0: there is none.
+    static constexpr int kBlockSize = kFeature_ == Sm90Feature::blocks         ? 128
+                                      : kFeature_ == Sm90Feature::small_blocks ? 64
+                                                                               : 0;
+    static constexpr bool kBlocks = kBlockSize > 0;
     static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers;
     static constexpr bool kTokenScales = kCache_ == Sm90Cache::codes_of_tokens;
     static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_, kConsumers_)
                                         : kBeside ? kSm90TilesBeside
-                                        : kBlocks ? sm90_block_tiles(kHeadDim_, kSmallBlocks ? 64 : 128)
+                                        : kBlocks ? sm90_block_tiles(kHeadDim_, kBlockSize)
                                                   : sm90_tiles(kHeadDim_, kValueDim_, kConsumers_, kCtas_);
     static_assert(kTiles.keys > 0, "no such row");
     static_assert(!kTiles.chained || kTiles.q_slots > 1, "the next queries need a slot of their own");
@@ -162,6 +169,14 @@ struct Sm90Config {
     static constexpr int kCtas = kCtas_;
     static constexpr bool kSharesColumns = false;  // what a CTA of a pair loads: half of the keys
     static constexpr int kTileBlocks = kTiles.row_blocks();
+    // With a block mask: the blocks of queries in a row tile. Where there are several, each warpgroup
+    // multiplies the tiles that its own block keeps, and passes over those of others.
+    static constexpr int kQueryBlocks = kBlocks ? kTileBlocks * kSm90GroupRows / kBlockSize : 0;
+    static_assert(!kBlocks || kQueryBlocks * kBlockSize == kTileBlocks * kSm90GroupRows);
+    static constexpr bool kOwnTiles = kQueryBlocks > 1;
+    static_assert(!kOwnTiles || !kTiles.chained);
+    // Whether the warpgroups take turns at the tensor cores; for that all have to multiply the same tiles.
+    static constexpr bool kTakesTurns = kConsumers_ > 1 && !kOwnTiles;
     // In other kernels the code for tree masks would spill registers.
     static constexpr bool kTree = kFeature_ == Sm90Feature::tree;
     // Whether there are bidirectional ranges, which are looked up for every row tile.
