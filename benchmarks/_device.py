@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import cupy
 import numpy as np
@@ -145,3 +146,24 @@ def describe_machine(rounds: int) -> Machine:
             for kernel in ("scattered", "contiguous")
         },
     )
+
+
+AnyCase = TypeVar("AnyCase")
+
+
+def with_machine(
+    measure: Callable[[AnyCase, int, float], dict[str, Any]], rounds: int
+) -> Callable[[AnyCase], dict[str, Any]]:
+    """What measures a case, given the rounds and the read bandwidth; its rows say where they ran."""
+    machine = describe_machine(min(rounds, 9))
+    where = {
+        "device": machine.device,
+        "driver": machine.driver,
+        "read_bandwidth": machine.read_bandwidth,
+        "matmul_flops": machine.matmul_flops,
+    }
+    print(
+        f"{machine.device}: reads {machine.read_bandwidth / 1e12:.2f} TB/s, "
+        f"8192^3 product {machine.matmul_flops / 1e12:.0f} TFLOP/s\n"
+    )
+    return lambda case: {**measure(case, rounds, machine.read_bandwidth), **where}

@@ -159,6 +159,49 @@ def latent(results: Path) -> str:
     return format_table(header, rows, numbers=6)
 
 
+def options(results: Path) -> str:
+    """What masks, biases and head dims cost, beside plain calls."""
+    rows = [
+        [row["name"], gpu, f"{row['plain_us']:.1f}", f"{row['us']:.1f}", f"{row['ratio']:.2f}"]
+        for gpu, row in rows_of(results, "options")
+    ]
+    return format_table(["case", "GPU", "plain", "with it", "ratio"], rows, numbers=3)
+
+
+def block_sparse(results: Path) -> str:
+    """Block masks beside no mask, with gradients."""
+    rows = []
+    for gpu, row in rows_of(results, "block-sparse"):
+        numbers = [
+            *(f"{row[name]:.0f}" for name in ("dense_us", "sparse_us")),
+            f"{row['ratio']:.2f}",
+            *(f"{row[name]:.0f}" for name in ("dense_backward_us", "sparse_backward_us")),
+            f"{row['backward_ratio']:.2f}",
+        ]
+        mask = "causal" if row["causal"] else "full"
+        rows.append(
+            [str(row["head_dim"]), mask, str(row["block_size"]), f"{100 * row['kept']:g} %", gpu, *numbers]
+        )
+    header = ["head dim", "mask", "blocks of", "kept", "GPU"]
+    numbers_of = ["no mask", "block mask", "ratio", "gradients, no mask", "block mask", "ratio"]
+    return format_table([*header, *numbers_of], rows, numbers=len(numbers_of))
+
+
+def sparse_decode(results: Path) -> str:
+    """Decoding over chosen pages beside all pages, and beside the floor of what is chosen."""
+    rows = []
+    for gpu, row in rows_of(results, "sparse-decode"):
+        floor = row["floor_us"]
+        numbers = [row["dense_us"], row["sparse_us"], row["ratio"], floor, row["sparse_us"] / floor]
+        digits = (1, 1, 2, 1, 2)
+        what = f"{row['batch']} x {row['length']}, pages of {row['page_size']}"
+        what += ", ALiBi" if row["alibi"] else ""
+        cells = [f"{x:.{n}f}" for x, n in zip(numbers, digits, strict=True)]
+        rows.append([what, f"{100 * row['kept']:g} %", gpu, *cells])
+    header = ["sequences", "chosen", "GPU", "all pages", "chosen ones", "ratio", "floor", "/ floor"]
+    return format_table(header, rows, numbers=5)
+
+
 LINEAR_ROWS = (1, 8, 16, 64, 128)  # of x, that the table of shapes has; the files have more
 
 

@@ -10,6 +10,7 @@ turns. Some rows of the result are compared with float32: a wrong one gets no ti
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def error_of(case: BlockSparseCase, q: Any, k: Any, v: Any, mask: Any, out: Any)
     return (out[0, rows].float() - wanted).abs().max().item()
 
 
-def measure(case: BlockSparseCase, rounds: int) -> dict[str, Any]:
+def measure(case: BlockSparseCase, rounds: int, _: float) -> dict[str, Any]:
     shape = (1, case.length, HEADS, case.head_dim)
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     mask = make_mask(case)
@@ -97,10 +98,16 @@ def measure(case: BlockSparseCase, rounds: int) -> dict[str, Any]:
     return row
 
 
+def start(rounds: int) -> Callable[[BlockSparseCase], dict[str, Any]]:
+    from _device import with_machine
+
+    return with_machine(measure, rounds)
+
+
 TABLE = Table(
     __doc__,
     CASES,
-    lambda rounds: lambda case: measure(case, rounds),
+    start,
     {
         "case": lambda row: row["name"],
         "without a mask, us": lambda row: f"{row['dense_us']:.0f}",

@@ -121,10 +121,9 @@ def measure(case: SparseCase, rounds: int, read_bandwidth: float) -> dict[str, A
 
 
 def start(rounds: int) -> Callable[[SparseCase], dict[str, Any]]:
-    from _device import describe_machine
+    from _device import with_machine
 
-    read_bandwidth = describe_machine(min(rounds, 9)).read_bandwidth
-    return lambda case: measure(case, rounds, read_bandwidth)
+    return with_machine(measure, rounds)
 
 
 TABLE = Table(

@@ -29,15 +29,18 @@ from _results_of_operators import (
     backward,
     backward_options,
     backward_with_forward,
+    block_sparse,
     calls,
     decode,
     jax,
     latent,
     linear,
     linear_shapes,
+    options,
     quantised,
     quantised_cache,
     quantised_prefill,
+    sparse_decode,
 )
 from _results_rows import PEERS, RESULTS, ROOT, best_peer, file_name, format_table, gpus_with, load
 
@@ -174,6 +177,7 @@ TABLES = {
         "quantised": quantised,
         "quantised-prefill": quantised_prefill,
         "latent": latent,
+        "options": options,
         "backward": backward,
         "backward-options": backward_options,
         "backward-with-forward": backward_with_forward,
@@ -182,6 +186,8 @@ TABLES = {
         "serving": serving,
         "transformers": transformers,
     },
+    ROOT / "docs" / "block_sparse.md": {"block-sparse": block_sparse},
+    ROOT / "docs" / "sparse_decode.md": {"sparse-decode": sparse_decode},
     ROOT / "docs" / "tutorials" / "vllm.md": {"vllm": vllm},
     ROOT / "docs" / "quantised_cache.md": {"quantised-cache": quantised_cache, "kv-accuracy": kv_accuracy},
 }
