@@ -87,6 +87,7 @@ class Sm90Consumer {
 
             float out_scale[2];
             Sm90Work next;
+            // Where many tiles are passed over, the products end before that, and the row tile enters anew.
             do {
                 passed_.free(shared_, k_ring_, v_ring_);
                 DropoutMask<2, Config::kKeys / 8> kept;
@@ -100,9 +101,9 @@ class Sm90Consumer {
                 release_slot<Config>(shared_.k_empty, k_ring_);
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
                 if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
-                const bool raised =
+                const bool rescale =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
-                if (Config::kOwnTiles && raised) {
+                if (Config::kOwnTiles && rescale) {  // only at the first entry is there nothing yet
 #pragma unroll
                     for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
                 }
@@ -179,8 +180,8 @@ class Sm90Consumer {
             } while (Config::kOwnTiles && tile >= 0);
             passed_.free(shared_, k_ring_, v_ring_);
             store(work, out, out_scale);
-            // With tiles left that others multiply, the next row tile might not come before their slots are
-            // free.
+            // With kOwnTiles not before: the producer hands out the next row tile when it has loaded all
+            // tiles of this one, for which it needs the slots of those at the end that were passed over.
             work = Config::kOwnTiles ? take_work<Config>(shared_, work_ring_) : next;
         }
     }

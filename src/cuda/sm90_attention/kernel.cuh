@@ -3,7 +3,8 @@
 // FlashAttention-3's schedule (Shah et al. 2024) in plain CUDA: one producer warpgroup moves tiles between
 // global and shared memory with the copy engine; two to four consumer warpgroups own 64 rows each and
 // multiply with wgmma. A consumer's softmax of one tile runs under its own product of the weights before
-// with V, and under the products of the other consumers, which take turns at the tensor cores.
+// with V, and under the products of the other consumers, which take turns at the tensor cores (but not with
+// blocks of 64 of a block mask, where each has tiles of its own: passed_tiles.cuh).
 //
 // Over pages of codes (quantised numbers), a warpgroup of converters between the two brings K and V, and two
 // more of the producer's warps make Q ready for the products.

@@ -20,14 +20,17 @@ __device__ __forceinline__ void free_slot(uint64_t* full, uint64_t* empty, Ring<
     release_slot<Config>(empty, ring);
 }
 
-// Of one warpgroup: the tiles behind its last own one, up to the next, whose slots it has not freed yet.
+// Of one warpgroup: the tiles in front of its next own one, or at the end of a row tile, whose slots it has
+// not freed yet.
 template <class Config>
 struct PassedTiles {
     int32_t count = 0;
 
-    // While a product with V is due, the warpgroup must not wait for K that lies further ahead than half of
-    // the slots: it holds the slot of that V, without which others might not come to free the slot of that K.
+    // While a product with V is due, the warpgroup holds the slot of that V, and waits for K of its next own
+    // tile. If all slots of V and K lie in between, another warpgroup waits for a V that has no slot, and
+    // does not free the slot that K needs. Far fewer are allowed here, with which products seldom end early.
     static constexpr int kMost = std::min(Config::kStages, Config::kVStages) / 2;
+    static_assert(kMost < Config::kStages + Config::kVStages);
     __device__ __forceinline__ bool too_many() const { return count > kMost; }
     // Frees their slots of K, and returns their number. Those of V follow, behind the V that lies in front.
     __device__ __forceinline__ int32_t free_keys(Sm90Shared<Config>& shared, Ring<Config::kStages>& ring) {

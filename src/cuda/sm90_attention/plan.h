@@ -43,7 +43,6 @@ struct Sm90Plan {
         if (has_blocks()) return kSm90BlockTiles[block_row].tiles;
         return kSm90Tiles[row];
     }
-    int32_t block_size() const { return kSm90BlockTiles[block_row].block_size; }
     bool has_blocks() const { return feature == Sm90Feature::blocks || feature == Sm90Feature::small_blocks; }
     Grid grid() const { return {num_ctas}; }
     int32_t threads() const { return 128 * (codes != Codes::none ? 4 : tiles().warpgroups + 1); }

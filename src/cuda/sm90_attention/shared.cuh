@@ -168,7 +168,8 @@ struct PrefillKeyTiles : KeyTiles {
 };
 
 // Those of these tiles that a block mask keeps for some of the row tile's blocks of queries. A warp looks at
-// the mask of 32 tiles at once, and all warps find the same.
+// the mask of 32 tiles at once, and all warps find the same. It walks through all of them by last() and
+// before(), or through those of its own block by next_own().
 template <class Config>
 class BlockKeyTiles : public PrefillKeyTiles<false> {
   public:
@@ -186,8 +187,8 @@ class BlockKeyTiles : public PrefillKeyTiles<false> {
     __device__ int32_t last() { return next(); }
     __device__ int32_t before(int32_t) { return next(); }
 
-    // The next tile that the own block of queries keeps; -1 if there is none. `passed` counts the tiles that
-    // lie before it and are kept for other blocks.
+    // The next tile that the own block of queries keeps; -1 if there is none. Adds to `passed` how many tiles
+    // lie before it, or are left, that are kept for other blocks alone.
     __device__ int32_t next_own(int32_t& passed) {
         while (own_ == 0) {
             passed += __popc(left_);
