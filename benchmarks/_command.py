@@ -114,6 +114,19 @@ def run(
     return finish(rows)
 
 
+def on_machine(
+    measure: Callable[[AnyCase, int, float], dict[str, Any]],
+) -> Callable[[int], Callable[[AnyCase], dict[str, Any]]]:
+    """What starts a table of rows that say where they ran: `with_machine`, which needs a GPU from then on."""
+
+    def start(rounds: int) -> Callable[[AnyCase], dict[str, Any]]:
+        from _device import with_machine
+
+        return with_machine(measure, rounds)
+
+    return start
+
+
 @dataclass(frozen=True)
 class Table(Generic[AnyCase]):
     """A benchmark of a single table: what it measures, and its columns."""

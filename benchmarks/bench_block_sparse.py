@@ -10,12 +10,11 @@ turns. Some rows of the result are compared with float32: a wrong one gets no ti
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from _command import Table
+from _command import Table, on_machine
 from _timing import time_in_turns
 
 import octavo
@@ -98,16 +97,10 @@ def measure(case: BlockSparseCase, rounds: int, _: float) -> dict[str, Any]:
     return row
 
 
-def start(rounds: int) -> Callable[[BlockSparseCase], dict[str, Any]]:
-    from _device import with_machine
-
-    return with_machine(measure, rounds)
-
-
 TABLE = Table(
     __doc__,
     CASES,
-    start,
+    on_machine(measure),
     {
         "case": lambda row: row["name"],
         "without a mask, us": lambda row: f"{row['dense_us']:.0f}",

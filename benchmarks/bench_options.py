@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from _command import Table
+from _command import Table, on_machine
 from _inputs import alibi_slopes
 from _timing import copies_beyond, l2_cache_bytes, time_in_turns
 
@@ -226,16 +226,10 @@ def measure(case: OptionCase, rounds: int, _: float) -> dict[str, Any]:
     return row
 
 
-def start(rounds: int) -> Callable[[OptionCase], dict[str, Any]]:
-    from _device import with_machine
-
-    return with_machine(measure, rounds)
-
-
 TABLE = Table(
     __doc__,
     CASES,
-    start,
+    on_machine(measure),
     {
         "case": lambda row: row["name"],
         "plain, us": lambda row: f"{row['plain_us']:.1f}",

@@ -13,12 +13,11 @@ floor = 3 us + bytes that the choice leaves to read / read bandwidth measured in
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from _command import Table
+from _command import Table, on_machine
 from _report import floor_us
 from _timing import copies_beyond, l2_cache_bytes, time_in_turns
 
@@ -120,16 +119,10 @@ def measure(case: SparseCase, rounds: int, read_bandwidth: float) -> dict[str, A
     return row
 
 
-def start(rounds: int) -> Callable[[SparseCase], dict[str, Any]]:
-    from _device import with_machine
-
-    return with_machine(measure, rounds)
-
-
 TABLE = Table(
     __doc__,
     CASES,
-    start,
+    on_machine(measure),
     {
         "case": lambda row: row["name"],
         "all pages, us": lambda row: f"{row['dense_us']:.1f}",
