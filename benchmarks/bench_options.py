@@ -210,14 +210,14 @@ def error_of(call: Call, inputs: dict[str, Any], out: Any) -> float:
 
 
 def measure(case: OptionCase, rounds: int, _: float) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": case.name, "call": asdict(case.call), "plain_call": asdict(case.plain)}
+    row: dict[str, Any] = {"name": case.name}
     calls: dict[str, list[Callable[[], Any]]] = {}
     errors = []
-    for label, call in (("us", case.call), ("plain_us", case.plain)):
+    for prefix, call in (("", case.call), ("plain_", case.plain)):
         copies = [make_inputs(call) for _ in range(copies_beyond(l2_cache_bytes(), call.num_bytes))]
         errors.append(error_of(call, copies[0], run(call, copies[0])))
-        row[label.replace("us", "kernel")] = kernel(call, copies[0])
-        calls[label] = [lambda call=call, x=x: run(call, x) for x in copies]
+        row |= {f"{prefix}call": asdict(call), f"{prefix}kernel": kernel(call, copies[0])}
+        calls[f"{prefix}us"] = [lambda call=call, x=x: run(call, x) for x in copies]
     row["error"] = max(errors)
     if not row["error"] < 2e-2:
         return {**row, "wrong": True}

@@ -87,7 +87,8 @@ class Sm90Consumer {
 
             float out_scale[2];
             Sm90Work next;
-            // Where many tiles are passed over, the products end before that, and the row tile enters anew.
+            // Before many tiles are passed over, the overlapping products end; the row tile goes on from
+            // here.
             do {
                 passed_.free(shared_, k_ring_, v_ring_);
                 DropoutMask<2, Config::kKeys / 8> kept;
@@ -103,7 +104,7 @@ class Sm90Consumer {
                 if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
                 const bool rescale =
                     apply_softmax(softmax, scores, rows, tiles.start(tile), add_alibi, factor);
-                if (Config::kOwnTiles && rescale) {  // only at the first entry is there nothing yet
+                if (Config::kOwnTiles && rescale) {  // at first, `out` is zero
 #pragma unroll
                     for (int i = 0; i < kOut; ++i) out[i] *= factor[i / 2 % 2];
                 }

@@ -30,7 +30,6 @@ struct PassedTiles {
     // tile. If all slots of V and K lie in between, another warpgroup waits for a V that has no slot, and
     // does not free the slot that K needs. Far fewer are allowed here, with which products seldom end early.
     static constexpr int kMost = std::min(Config::kStages, Config::kVStages) / 2;
-    static_assert(kMost < Config::kStages + Config::kVStages);
     __device__ __forceinline__ bool too_many() const { return count > kMost; }
     // Frees their slots of K, and returns their number. Those of V follow, behind the V that lies in front.
     __device__ __forceinline__ int32_t free_keys(Sm90Shared<Config>& shared, Ring<Config::kStages>& ring) {
