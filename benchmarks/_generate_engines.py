@@ -55,11 +55,11 @@ class Octavo(Engine):
 
     name = OCTAVO
     peer = False
-    static_weight: ClassVar[bool] = False
+    promises: ClassVar[dict[str, bool]] = {}
 
     def __init__(self, problem: Problem) -> None:
         case, device = problem.case, problem.device
-        model = Llama(problem.weights, case.capacity, self.static_weight)
+        model = Llama(problem.weights, case.capacity, **self.promises)
         pages_of_one = -(-case.capacity // PAGE_SIZE)
         caches = model.empty_caches(case.batch * pages_of_one, PAGE_SIZE)
         generator = torch.Generator(device).manual_seed(problem.seed)
@@ -82,7 +82,14 @@ class StaticWeightOctavo(Octavo):
     """Weights may be read before the launch in front has ended."""
 
     name = "octavo_static_weight"
-    static_weight = True
+    promises: ClassVar[dict[str, bool]] = {"static_weight": True}
+
+
+class StaticOctavo(Octavo):
+    """And so may keys and values of earlier tokens."""
+
+    name = "octavo_static"
+    promises: ClassVar[dict[str, bool]] = {"static_weight": True, "static_past": True}
 
 
 def _transformers_model(weights: Weights, attention: str) -> Any:

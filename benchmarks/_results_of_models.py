@@ -9,7 +9,7 @@ from pathlib import Path
 from _report import OCTAVO, read_rows
 from _results_rows import Row, format_table, rows_of
 
-OCTAVO_STEPS = (OCTAVO, "octavo_static_weight")
+OCTAVO_STEPS = (OCTAVO, "octavo_static_weight", "octavo_static")
 COMPILED_PEERS = {
     "hf_static": "transformers",
     "compiled": "PyTorch",
@@ -48,7 +48,7 @@ def generate(results: Path) -> str:
         model = f"{shape['model']}, {shape['layers']} layers"
         rows.append([model, f"{shape['batch']} x {shape['context']}", gpu, *_cells_of_step(row)])
     header = [
-        *("model", "batch x context", "GPU", "Octavo", "static weights", "time / floor"),
+        *("model", "batch x context", "GPU", "Octavo", "static weights", "and past", "time / floor"),
         *("best compiled peer", "its time / Octavo's"),
         *("transformers, SDPA", "eager", "its time / Octavo's"),
     ]

@@ -24,6 +24,7 @@ time, and a wrong Octavo fails the run.
                           takes minutes for 32 layers
     octavo                examples/llama: six operators a layer, and a step that is one CUDA graph
     octavo_static_weight  the same with static_weight=True
+    octavo_static         and with static_past=True
 
 transformers' models are called as they are, without what generate() does besides at each step.
 
@@ -53,10 +54,10 @@ if TYPE_CHECKING:
     from _generate_engines import Engine
     from _generate_measure import Exact, Measured
 
-STATIC_WEIGHT = "octavo_static_weight"
-DEFAULT_ENGINES = ("hf_eager", "hf_sdpa", "hf_static", "compiled", "compiled_flex", OCTAVO, STATIC_WEIGHT)
+PROMISING = ("octavo_static_weight", "octavo_static")
+DEFAULT_ENGINES = ("hf_eager", "hf_sdpa", "hf_static", "compiled", "compiled_flex", OCTAVO, *PROMISING)
 ENGINES = (*DEFAULT_ENGINES, "compiled_whole")
-NOT_COMPILED = ("hf_eager", "hf_sdpa", OCTAVO, STATIC_WEIGHT)
+NOT_COMPILED = ("hf_eager", "hf_sdpa", OCTAVO, *PROMISING)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -199,6 +200,7 @@ def usable_engines(names: Sequence[str], device: torch.device) -> list[type[Engi
         compiled.CompiledFlex,
         engines.Octavo,
         engines.StaticWeightOctavo,
+        engines.StaticOctavo,
         compiled.CompiledWhole,
     )
     return importable({kind.name: partial(kind.usable, device) for kind in kinds if kind.name in names})

@@ -8,7 +8,7 @@ that you can take over. llama/model.py is the decoder. `Weights.from_transformer
 model that transformers has loaded:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_map="cuda")
-    llama = Llama(Weights.from_transformers(model), max_positions=4096, static_weight=True)
+    llama = Llama(Weights.from_transformers(model), max_positions=4096, static_weight=True, static_past=True)
     tokens = Generation(llama, [tokenizer(text)["input_ids"] for text in texts], num_new_tokens=100).run()
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
     prompts = [[draw.randrange(config.vocabulary) for _ in range(args.context)] for _ in range(args.batch)]
     with torch.inference_mode():
         weights = Weights.random(config, args.seed, getattr(torch, args.dtype), args.device)
-        llama = Llama(weights, args.context + args.steps, static_weight=True)
+        llama = Llama(weights, args.context + args.steps, static_weight=True, static_past=True)
         start = now(args.device)
         generation = Generation(llama, prompts, args.steps)
         prefilled = now(args.device)

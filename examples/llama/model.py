@@ -17,11 +17,14 @@ class Llama:
 
     A call is safe in a CUDA graph: pages and lengths are read on the device. With `static_weight` the weights
     may be read before the launch in front has ended; whoever sets it promises that no work still under way
-    writes to them.
+    writes to them. With `static_past` so may the keys and values of earlier tokens, and pages and lengths.
     """
 
-    def __init__(self, weights: Weights, max_positions: int, static_weight: bool = False) -> None:
-        self.config, self.weights, self.static_weight = weights.config, weights, static_weight
+    def __init__(
+        self, weights: Weights, max_positions: int, static_weight: bool = False, static_past: bool = False
+    ) -> None:
+        self.config, self.weights = weights.config, weights
+        self.static_weight, self.static_past = static_weight, static_past
         frequencies = weights.rotary_frequencies
         angles = torch.outer(torch.arange(max_positions, device=frequencies.device), frequencies)
         self._rotary = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
@@ -80,8 +83,10 @@ class Llama:
         qkv = self._linear(hidden, layer.qkv, norm_weight=layer.attention_norm)
         heads = qkv.unflatten(-1, (-1, config.head_dim))
         q, k, v = heads.split((config.num_q_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
-        octavo.append_kv(k, v, q=q, q_out=q, **self._rotary, **to_append, **pages)  # rotates q in place
-        attended = octavo.paged_attention(q, **to_attend, **pages)
+        static = self.static_past
+        # This rotates q in place.
+        octavo.append_kv(k, v, q=q, q_out=q, **self._rotary, **to_append, **pages, static_tables=static)
+        attended = octavo.paged_attention(q, **to_attend, **pages, static_past=static)
         return self._linear(attended.flatten(1), layer.attention_out, residual=hidden)
 
     def _ffn(self, hidden: Tensor, layer: Layer) -> Tensor:

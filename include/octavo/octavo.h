@@ -114,6 +114,7 @@ typedef struct octavo_paged_attention_args {
     int32_t ranges_keep_window_left;                            /* default: 0 */
     int32_t batch_invariant;                                    /* default: 0 */
     int32_t rotate_keys;                                        /* default: 0 */
+    int32_t static_past;                                        /* default: 0 */
     int32_t kv_dtype;                                           /* octavo_dtype; default: -1, none */
     float k_scale, v_scale;                                     /* default: 1, none */
     void* stream;                                               /* cudaStream_t; default: null */
@@ -132,6 +133,7 @@ typedef struct octavo_append_kv_args {
     octavo_tensor q, q_out;               /* optional: queries to rotate as well, and where they go */
     octavo_tensor slot_mapping;           /* instead of page_table and seq_lens: [total], -1 skips */
     int32_t rotary_interleaved;           /* default: 0 */
+    int32_t static_tables;                /* default: 0 */
     int32_t rotate_keys;                  /* default: 0 */
     int32_t kv_dtype;                     /* octavo_dtype; default: -1, none */
     float k_scale, v_scale;               /* default: 1, none */

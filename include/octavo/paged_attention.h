@@ -92,6 +92,10 @@ struct PagedAttentionArgs {
     // for head dims above 128. Not with prefix_lens, bidirectional_ranges, attention_chunk, tree_mask,
     // shared_prefix_len or num_splits.
     std::optional<TensorView> chosen_pages;
+    // A promise for GPUs, with which a call may read old keys and values while the launch in front still
+    // runs: no work under way on the stream writes to any array of the call, except for q and, in the pages,
+    // each sequence's newest tokens, as many as it has queries. So append_kv of these may be in front.
+    bool static_past = false;
     void* stream = nullptr;
 };
 
@@ -129,6 +133,10 @@ struct AppendKvArgs {
     bool rotary_interleaved = false;                   // pairs (2 i, 2 i + 1); else (i, i + rotary_dim / 2)
     std::optional<TensorView> q, q_out;  // like k with num_q_heads heads: q is read, q_out written
     std::optional<TensorView> slot_mapping;
+    // A promise for GPUs, with which a call may look up places and angles while the launch in front still
+    // runs: no work under way on the stream writes to page_table, seq_lens, cu_seqlens, slot_mapping,
+    // rotary_cos or rotary_sin.
+    bool static_tables = false;
     void* stream = nullptr;
 };
 

@@ -49,6 +49,7 @@ def append_kv(
     rotary_interleaved: bool = False,
     q: None = None,
     slot_mapping: ArrayLike | None = None,
+    static_tables: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
 def append_kv(
@@ -73,6 +74,7 @@ def append_kv(
     rotary_interleaved: bool = False,
     q: ArrayLike | None = None,
     slot_mapping: ArrayLike | None = None,
+    static_tables: bool = False,
 ) -> tuple[jax.Array, ...]: ...
 @like(octavo.append_kv)
 def append_kv(
@@ -97,6 +99,7 @@ def append_kv(
     rotary_interleaved: bool = False,
     q: ArrayLike | None = None,
     slot_mapping: ArrayLike | None = None,
+    static_tables: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
 
@@ -130,6 +133,7 @@ def append_kv(
         q: queries of the new tokens, to be rotated too: like k, with any number of heads. Default: none.
         slot_mapping: as for ``octavo.append_kv``: [total], instead of page_table, seq_lens and cu_seqlens.
             Default: none.
+        static_tables: as for ``octavo.append_kv``. Default: False.
 
     Returns:
         k_pages: the cache of keys with the new tokens; in place of the argument where that was given up.
@@ -163,6 +167,7 @@ def append_kv(
         "rotary_interleaved": rotary_interleaved,
         "q": q,
         "slot_mapping": slot_mapping,
+        "static_tables": static_tables,
     }
     return _jax_call.run(_jax_call.APPEND_KV, arguments)
 

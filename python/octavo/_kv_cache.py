@@ -415,8 +415,20 @@ class KVCacheStep:
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
         if bidirectional_ranges is not None and window_left >= 0 and not ranges_keep_window_left:
             cache._numbers.check_ranges(bidirectional_ranges, seq_lens, cu_seqlens, layer, window_left)
+        # The step's arrays come by a transfer, and pages are written by this append_kv and by copies, which let
+        # nothing start before they have ended.
         if rotary_cos is None and rotary_sin is None:
-            append_kv(k, v, k_pages, v_pages, page_table, seq_lens, cu_seqlens=cu_seqlens, **others)
+            append_kv(
+                k,
+                v,
+                k_pages,
+                v_pages,
+                page_table,
+                seq_lens,
+                cu_seqlens=cu_seqlens,
+                static_tables=True,
+                **others,
+            )
         else:
             out = q = append_kv(  # rotated, and read for the last time by what writes over them
                 k,
@@ -431,6 +443,7 @@ class KVCacheStep:
                 rotary_interleaved=rotary_interleaved,
                 q=q,
                 q_out=out,
+                static_tables=True,
                 **others,
             )
         return paged_attention(
@@ -455,6 +468,7 @@ class KVCacheStep:
             bidirectional_ranges=bidirectional_ranges,
             ranges_keep_window_left=ranges_keep_window_left,
             chosen_pages=chosen_pages,
+            static_past=True,
             out=out,
             **others,
         )

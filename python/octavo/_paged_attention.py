@@ -160,6 +160,10 @@ def paged_attention(
             Default: none.
         ranges_keep_window_left: windows and chunks hide a range's earlier keys, too, as for ``attention``.
             Needs bidirectional_ranges. Default: False.
+        static_past: a promise that no work still under way on the stream writes to any array of this call,
+            except for ``q`` and, in the pages, each sequence's newest tokens, as many as it has queries. So
+            ``append_kv`` of these tokens may be in front. The kernels for decoding then read earlier keys and
+            values while that launch ends, on Hopper some 1 us earlier. No effect elsewhere. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q, with the head_dim of v_pages, to write the result to; never read. It may be q
             itself, with the same address and strides; otherwise its memory must be apart from that of q, as
@@ -204,6 +208,7 @@ def append_kv(
     q: None = None,
     slot_mapping: Integers | None = None,
     q_out: None = None,
+    static_tables: bool = False,
     stream: Stream | None = None,
 ) -> None: ...
 @overload
@@ -230,6 +235,7 @@ def append_kv(
     q: SupportsDLPack,
     slot_mapping: None = None,
     q_out: Array | None = None,
+    static_tables: bool = False,
     stream: Stream | None = None,
 ) -> Array: ...
 @native()
@@ -256,6 +262,7 @@ def append_kv(
     q: SupportsDLPack | None = None,
     slot_mapping: Integers | None = None,
     q_out: Array | None = None,
+    static_tables: bool = False,
     stream: Stream | None = None,
 ) -> Array | None:
     """Write each sequence's newest tokens to the end of its pages.
@@ -326,6 +333,9 @@ def append_kv(
         q_out: an array like q for the rotated queries: exactly q (same address and strides), or one whose
             memory is apart from it; it shares no element with k and v, but may be a view of the same array.
             Queries of padding are copied as they are. Default: a new array of the framework of k.
+        static_tables: a promise that no work still under way on the stream writes to page_table, seq_lens,
+            cu_seqlens, slot_mapping, rotary_cos or rotary_sin. On Hopper they are then read while the kernel
+            in front ends, which makes the call some 1 us shorter. No effect elsewhere. Default: False.
         stream: a CUDA stream to work on instead of the current one of the framework of k, as for
             ``attention``.
 

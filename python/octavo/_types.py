@@ -118,6 +118,7 @@ class PagedAttentionScalars(TypedDict, total=False):
     num_splits: int | None
     batch_invariant: bool
     shared_prefix_len: int
+    static_past: bool
 
 
 class PagedAttentionOptions(PagedAttentionScalars, total=False):

@@ -322,6 +322,7 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     p.v_scales = args.v_scale_array ? v_scales.in_memory : v_scales.of_each_token;
     check_score(p, "softmax_scale * k_scale", args.softcap);
     p.batch_invariant = args.batch_invariant;
+    p.static_past = args.static_past;
     if (args.num_splits) {
         constexpr int64_t kMaxSplits = 1024;
         if (*args.num_splits < 1 || *args.num_splits > kMaxSplits) {

@@ -207,6 +207,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
                                                             : "[batch, num_kv_heads, head_dim]";
     check.data("k", args.k, 3, axes);
     check.data("v", args.v, 3, axes);
+    p.static_tables = args.static_tables;
     const StoredDtypes stored = stored_dtypes(check, cache, args.kv_dtype);
     p.k_dtype = stored.k;
     p.v_dtype = stored.v;

@@ -230,6 +230,7 @@ struct PagedAttention {
         scalar("alibi_symmetric", &Args::alibi_symmetric, &CArgs::alibi_symmetric),
         input<Accept::integer>("bidirectional_ranges", &Args::bidirectional_ranges, &CArgs::bidirectional_ranges),
         scalar("ranges_keep_window_left", &Args::ranges_keep_window_left, &CArgs::ranges_keep_window_left),
+        scalar("static_past", &Args::static_past, &CArgs::static_past),
         result_of_width("out", &Args::out, &Args::q, &CArgs::out, &paged_attention_width),
         row_result("lse", &Args::lse, &Args::q, &CArgs::lse, "return_lse"));
 };
@@ -263,6 +264,7 @@ struct AppendKv {
         scalar("rotary_interleaved", &Args::rotary_interleaved, &CArgs::rotary_interleaved),
         input("q", &Args::q, &CArgs::q),
         input<Accept::integer>("slot_mapping", &Args::slot_mapping, &CArgs::slot_mapping),
+        scalar("static_tables", &Args::static_tables, &CArgs::static_tables),
         result("q_out", &Args::q_out, &Args::q, &CArgs::q_out));
 };
 

@@ -76,6 +76,7 @@ struct AttentionParams {
     float out_scale;                    // v_scale, or 1 / (1 - dropout_p)
     int32_t head_dim_v;                 // of v and out
     bool batch_invariant;               // bits must follow from the sequence alone, as without splits
+    bool static_past;                   // what earlier kernels may still write: see PagedAttentionArgs
     FastDivide attention_chunk;         // see Visibility
     bool has_tree_mask;                 // see tree_mask
     bool alibi_symmetric;               // only where some query may see a key past its own position

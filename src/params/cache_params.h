@@ -32,6 +32,7 @@ struct AppendKvParams {
     IndexArray cu_seqlens;     // [batch + 1]; null: one token a sequence
     const void* slot_mapping;  // [total], int64 or int32: page * page_size + slot, negative: none; or null
     bool has_wide_slots;       // whether slot_mapping is of int64
+    bool static_tables;        // what earlier kernels may still write: see AppendKvArgs
     int64_t total;             // rows of k and v: the new tokens over all sequences, and padding
     int32_t batch, num_kv_heads, head_dim, head_dim_v, page_size;
     float k_scale, v_scale;                        // what is stored is the value divided by its scale

@@ -92,7 +92,9 @@ class MutableCache:
                 assert (wide == -7.0).all(), "written outside the cache"
 
 
-def check_append(target: Target, case: Case, layout: str, *, packed: bool = True) -> None:
+def check_append(
+    target: Target, case: Case, layout: str, *, packed: bool = True, static_tables: bool = False
+) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     table, num_pages = problems.make_page_table(case)
     cache = MutableCache.make(target, case, num_pages, layout)
@@ -105,7 +107,7 @@ def check_append(target: Target, case: Case, layout: str, *, packed: bool = True
         for head_dim in (case.head_dim, case.head_dim_v)
     )
     cu_seqlens = inputs.cu_seqlens_q if packed else None
-    cache.append(case, table, target.array(k), target.array(v), cu_seqlens)
+    cache.append(case, table, target.array(k), target.array(v), cu_seqlens, static_tables=static_tables)
     cache.check_append(case, table, k, v)
 
 
@@ -128,12 +130,13 @@ APPENDS = (
 
 
 @writable_target
+@pytest.mark.parametrize("static_tables", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", APPENDS, ids=str)
-def test_append(target: Target, case: Case, layout: str) -> None:
-    check_append(target, case, layout)
+def test_append(target: Target, case: Case, layout: str, static_tables: bool) -> None:
+    check_append(target, case, layout, static_tables=static_tables)
     if case.is_decode:
-        check_append(target, case, layout, packed=False)
+        check_append(target, case, layout, packed=False, static_tables=static_tables)
 
 
 @st.composite

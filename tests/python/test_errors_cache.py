@@ -74,6 +74,7 @@ CASES = [
     case(*K, ValueError, "batch of seq_lens (3) must equal that of page_table (2)", seq_lens=i32([1, 1, 1])),
     case(*K, ValueError, "batch of k (1) must equal that of page_table (2)", k=f32(1, 2, 8), v=f32(1, 2, 8)),
     case(*K, ValueError, "k_scale must be finite and not 0; got 0", k_scale=0.0),
+    case(*K, TypeError, "static_tables must be a bool; got int", static_tables=1),
     case(*K, ValueError, "v_scale must be finite and not 0; got nan", v_scale=float("nan")),
     case(*K, ValueError, "cu_seqlens must have batch + 1 = 3 entries; got 2", cu_seqlens=i32([0, 2])),
     case(

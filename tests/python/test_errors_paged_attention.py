@@ -159,6 +159,7 @@ CASES = [
         page_table=i32([[7, 1], [0, 1]]),
     ),
     case(*P, TypeError, "shared_prefix_len must be an int; got float", shared_prefix_len=4.0),
+    case(*P, TypeError, "static_past must be a bool; got int", static_past=1),
     case(*P, ValueError, "k_scale must be finite; got nan", k_scale=float("nan")),
     case(*P, ValueError, "softmax_phi must be finite in float32; got inf", softmax_phi=float("inf")),
     case(*P, ValueError, "softmax_phi must be finite in float32; got nan", softmax_phi=float("nan")),

@@ -56,7 +56,7 @@ def model_of_transformers(**options: Any) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("static_weight", [False, True])
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize(
     "rope",
     [
@@ -72,10 +72,11 @@ def model_of_transformers(**options: Any) -> Any:
     ],
     ids=lambda rope: rope["rope_type"],
 )
-def test_logits_are_those_of_transformers(rope: dict[str, Any], static_weight: bool) -> None:
+def test_logits_are_those_of_transformers(rope: dict[str, Any], static: bool) -> None:
     """Each step's logits, after each prompt: transformers sees all tokens at once, and has no cache."""
     theirs = model_of_transformers(rope_parameters=rope)
-    model = Llama(Weights.from_transformers(theirs), max_positions=64, static_weight=static_weight)
+    weights = Weights.from_transformers(theirs)
+    model = Llama(weights, max_positions=64, static_weight=static, static_past=static)
     generation = Generation(model, PROMPTS, num_new_tokens=20, page_size=4)
     step = generation.step
     found = []
@@ -127,7 +128,7 @@ def test_elements_are_those_of_the_tensors() -> None:
 
 
 def test_a_layer_is_six_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Llama(random_weights(), 64, static_weight=True)
+    model = Llama(random_weights(), 64, static_weight=True, static_past=True)
     step = Generation(model, PROMPTS, num_new_tokens=3).step
     calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -148,6 +149,7 @@ def test_a_layer_is_six_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in calls] == [*layer * TINY.num_layers, "linear"]
     products = [options for name, options in calls if name == "linear"]
     assert all(options["static_weight"] for options in products)
+    assert all(options["static_past"] for name, options in calls if name == "paged_attention")
     normalising = [options["norm_weight"] is not None for options in products]
     assert normalising == [*[True, False, True, False] * TINY.num_layers, True]
 
@@ -177,7 +179,7 @@ def test_script() -> None:
 def test_captured_steps_are_those_of_the_host() -> None:
     """A graph reads tokens, lengths and pages anew at each replay, and leaves the state as it found it."""
     weights = random_weights(torch.bfloat16, "cuda")
-    model = Llama(weights, 128, static_weight=True)
+    model = Llama(weights, 128, static_weight=True, static_past=True)
     generation = Generation(model, PROMPTS, num_new_tokens=40)
     step = generation.step
     assert isinstance(step, DecodeStep)

@@ -145,6 +145,16 @@ def check_independence(target: Target, case: Case, **options: Any) -> None:
         assert_same_bits(alone, (out[rows], lse[rows]))
 
 
+@every_target
+@pytest.mark.parametrize("case", [x for x in ALL if x.is_cacheable or x.sees_all], ids=str)
+def test_a_static_past_changes_no_bit(target: Target, case: Case) -> None:
+    """Where nothing is under way, the promise that nothing writes to earlier tokens is kept."""
+    inputs, cache, _ = problem(case, target.dtype)
+    for options in ({}, {"max_seqlen_q": max(case.seqlens_q)}):
+        plain = calls.paged_attention(target, case, inputs, cache, **options)
+        assert_same_bits(calls.paged_attention(target, case, inputs, cache, static_past=True, **options), plain)
+
+
 INDEPENDENT = cases.named("decode", "decode_everything", "decode_pages_2000", "chunked_prefill", "ragged")
 
 

@@ -111,14 +111,14 @@ def test_whole_decode_steps(tmp_path: Path) -> None:
         return {"shape": shape, "us": us, "tokens_per_s": speeds, "floor_us": 4000.0}
 
     assert len(generate(tmp_path).splitlines()) == 2  # a header alone
-    both = {"octavo": 5500.0, "octavo_static_weight": 5000.0}
+    all_three = {"octavo": 5500.0, "octavo_static_weight": 5100.0, "octavo_static": 5000.0}
     peers = {"hf_eager": 40000.0, "hf_sdpa": 20000.0, "hf_static": 6500.0, "compiled": 6000.0}
-    write(tmp_path, "generate-h200.jsonl", row(both | peers), row({"octavo": 8000.0}, batch=64))
+    write(tmp_path, "generate-h200.jsonl", row(all_three | peers), row({"octavo": 8000.0}, batch=64))
     header, _, first, second = generate(tmp_path).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (first, second)]
     assert cells[0][:3] == ["llama-2-7b, 32 layers", "4 x 1024", "H200"]
-    assert cells[0][3:] == ["727", "800", "1.25", "667 PyTorch", "1.20", "200", "100", "8.00"]
-    assert cells[1][1:] == ["64 x 1024", "H200", "8000", "", "2.00", "", "", "", "", ""]
+    assert cells[0][3:] == ["727", "784", "800", "1.25", "667 PyTorch", "1.20", "200", "100", "8.00"]
+    assert cells[1][1:] == ["64 x 1024", "H200", "8000", "", "", "2.00", "", "", "", "", ""]
     assert len(header.split("|")) == len(first.split("|"))
 
 

@@ -73,14 +73,15 @@ __device__ __forceinline__ float static_scale_of(const CacheScales& scales, floa
     return scales.data ? float_of_bits(scales.word(0, 0, head)) : scale;
 }
 
-// Rotates a query of one head, by one warp. A query of padding stays as it is.
+// Rotates a query of one head, by one warp. A query of padding stays as it is. `place`: the token's, if the
+// tables are static.
 template <class T>
 __device__ __forceinline__ void rotate_query(const AppendKvParams& p, const FastDivide& page_size,
-                                             int64_t token, int64_t head) {
+                                             int64_t token, int64_t head, Place place) {
     const T* const from = static_cast<const T*>(p.q) + token * p.q_token_stride + head * p.q_head_stride;
     T* const to = static_cast<T*>(p.q_out) + token * p.q_out_token_stride + head * p.q_out_head_stride;
     Row q = load_row(from, p.head_dim);
-    const Place place = find_place(p, page_size, token);
+    if (!p.static_tables) place = find_place(p, page_size, token);
     if (place.exists) apply_rotary(p.rotary, from, place.position, q);
     __syncwarp();  // every lane has read the partners of its numbers, which the result may overwrite
     q.for_each(p.head_dim, [&](float x, int32_t d) { to[d] = from_float<T>(x); });
@@ -89,17 +90,19 @@ __device__ __forceinline__ void rotate_query(const AppendKvParams& p, const Fast
 template <class T, bool kHasRotary>
 __global__ void append_codes_kernel(const __grid_constant__ AppendKvParams p, FastDivide page_size) {
     ptx::launch_dependents();
-    ptx::wait_for_previous_grid();
     const int32_t heads = kHasRotary ? p.num_kv_heads + p.num_q_heads : p.num_kv_heads;
     const int64_t row = warp_row(), token = row / heads, head = row % heads;
+    Place place{};
+    if (p.static_tables && token < p.total) place = find_place(p, page_size, token);
+    ptx::wait_for_previous_grid();
     if (token >= p.total) return;
     if (kHasRotary && head >= p.num_kv_heads)
-        return rotate_query<T>(p, page_size, token, head - p.num_kv_heads);
+        return rotate_query<T>(p, page_size, token, head - p.num_kv_heads, place);
     const T* const k_from = static_cast<const T*>(p.k) + token * p.k_token_stride + head * p.k_head_stride;
     Row k = load_row(k_from, p.head_dim);
     const Row v = load_row(static_cast<const T*>(p.v) + token * p.v_token_stride + head * p.v_head_stride,
                            p.head_dim_v);
-    const Place place = find_place(p, page_size, token);
+    if (!p.static_tables) place = find_place(p, page_size, token);
     if (!place.exists) return;
     if constexpr (kHasRotary) apply_rotary(p.rotary, k_from, place.position, k);
     k.for_each(p.head_dim, [&](float& x, int32_t d) { x = p.key_transform.of_key(x, head, d); });

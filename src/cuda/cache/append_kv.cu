@@ -16,16 +16,17 @@
 namespace octavo::cuda {
 namespace {
 
-// One warp moves K and V of a token, for all heads, in pieces of which `per_head` make a row.
+// One warp moves K and V of a token, for all heads, in pieces of which `per_head` make a row. `place`: where
+// to, if the tables are static.
 template <class Piece, class T, class Convert>
 __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDivide& page_size,
-                                           const FastDivide& per_head, int64_t token, Convert convert) {
+                                           const FastDivide& per_head, int64_t token, Place place,
+                                           Convert convert) {
     constexpr int kAtOnce = 4, kLanes = 32;
     const T* const k_from = static_cast<const T*>(p.k) + token * p.k_token_stride;
     const T* const v_from = static_cast<const T*>(p.v) + token * p.v_token_stride;
     const int32_t lane = threadIdx.x % kLanes,
                   pieces = p.num_kv_heads * static_cast<int32_t>(per_head.divisor);
-    Place place{};
     T *k_to = nullptr, *v_to = nullptr;
     for (int32_t first = 0; first < pieces; first += kAtOnce * kLanes) {
         Piece k[kAtOnce], v[kAtOnce];
@@ -40,7 +41,7 @@ __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDi
             v[j] = *reinterpret_cast<const Piece*>(v_from + head[j] * p.v_head_stride + column[j]);
         }
         if (first == 0) {  // done while the first pieces are being loaded
-            place = find_place(p, page_size, token);
+            if (!p.static_tables) place = find_place(p, page_size, token);
             if (!place.exists) return;
             k_to = static_cast<T*>(p.k_pages) + place.page * p.k_page_stride + place.slot * p.k_slot_stride;
             v_to = static_cast<T*>(p.v_pages) + place.page * p.v_page_stride + place.slot * p.v_slot_stride;
@@ -61,12 +62,12 @@ __device__ __forceinline__ void move_token(const AppendKvParams& p, const FastDi
 template <class Piece, class T, class Convert>
 __device__ __forceinline__ void move_unlike_rows(const AppendKvParams& p, const FastDivide& page_size,
                                                  const FastDivide& per_head, int32_t per_key, int64_t token,
-                                                 Convert convert) {
+                                                 Place place, Convert convert) {
     constexpr int kAtOnce = 8, kLanes = 32;
     constexpr auto kNumbers = static_cast<int64_t>(sizeof(Piece) / sizeof(T));
     const T* const k_from = static_cast<const T*>(p.k) + token * p.k_token_stride;
     const T* const v_from = static_cast<const T*>(p.v) + token * p.v_token_stride;
-    const Place place = find_place(p, page_size, token);
+    if (!p.static_tables) place = find_place(p, page_size, token);
     if (!place.exists) return;
     T* const k_to = static_cast<T*>(p.k_pages) + place.page * p.k_page_stride + place.slot * p.k_slot_stride;
     T* const v_to = static_cast<T*>(p.v_pages) + place.page * p.v_page_stride + place.slot * p.v_slot_stride;
@@ -104,21 +105,23 @@ template <class T, bool kUnlikeRows>
 __global__ void append_kv_kernel(const __grid_constant__ AppendKvParams p, FastDivide page_size,
                                  FastDivide pieces_per_head, int32_t per_key, bool in_chunks) {
     ptx::launch_dependents();
-    ptx::wait_for_previous_grid();
     const int64_t token = warp_row();
+    Place place{};
+    if (p.static_tables && token < p.total) place = find_place(p, page_size, token);
+    ptx::wait_for_previous_grid();
     if (token >= p.total) return;
     auto copy = [](uint4 x, float) { return x; };
     auto divide = [](T x, float scale) { return scale == 1.0f ? x : from_float<T>(to_float(x) / scale); };
     if constexpr (kUnlikeRows) {
         if (in_chunks)
-            move_unlike_rows<uint4, T>(p, page_size, pieces_per_head, per_key, token, copy);
+            move_unlike_rows<uint4, T>(p, page_size, pieces_per_head, per_key, token, place, copy);
         else
-            move_unlike_rows<T, T>(p, page_size, pieces_per_head, per_key, token, divide);
+            move_unlike_rows<T, T>(p, page_size, pieces_per_head, per_key, token, place, divide);
     } else {
         if (in_chunks)
-            move_token<uint4, T>(p, page_size, pieces_per_head, token, copy);
+            move_token<uint4, T>(p, page_size, pieces_per_head, token, place, copy);
         else
-            move_token<T, T>(p, page_size, pieces_per_head, token, divide);
+            move_token<T, T>(p, page_size, pieces_per_head, token, place, divide);
     }
 }
 

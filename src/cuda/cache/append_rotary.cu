@@ -14,12 +14,21 @@
 namespace octavo::cuda {
 namespace {
 
-// Rotates as many pairs as a piece has numbers, from `pair` on.
+// The cosines and sines of as many pairs as a piece has numbers.
+template <int kWide>
+struct Angles {
+    Columns<float, kWide> cos, sin;
+};
+
 template <class T, int kWide>
-__device__ __forceinline__ void rotate_pieces(const Rotary& rotary, int32_t position, int32_t pair,
+__device__ __forceinline__ Angles<kWide> load_pairs(const Rotary& rotary, int32_t position, int32_t pair) {
+    return {load_cos<T, kWide>(rotary, position, pair), load_sin<T, kWide>(rotary, position, pair)};
+}
+
+template <int kWide>
+__device__ __forceinline__ void rotate_pieces(const Rotary& rotary, const Angles<kWide>& angles,
                                               float (&x)[2 * kWide]) {
-    const auto cos = load_cos<T, kWide>(rotary, position, pair);
-    const auto sin = load_sin<T, kWide>(rotary, position, pair);
+    const auto& [cos, sin] = angles;
     auto rotate = [&](float& a, float& b, int i) {
         const float first = a, second = b;
         a = rotated_first(first, second, cos.at[i], sin.at[i]);
@@ -39,7 +48,6 @@ __global__ void append_rotary_kernel(const __grid_constant__ AppendKvParams p, F
                                      FastDivide units_per_row) {
     using Piece = Columns<T, kWide>;
     ptx::launch_dependents();
-    ptx::wait_for_previous_grid();
     const int64_t token = blockIdx.x;
     const auto index = static_cast<int32_t>(blockIdx.y * kRotaryThreads + threadIdx.x);
     const int32_t row = units_per_row.quotient(index);
@@ -54,6 +62,15 @@ __global__ void append_rotary_kernel(const __grid_constant__ AppendKvParams p, F
     const int32_t pieces_of_row = (is_key || is_query ? p.head_dim : p.head_dim_v) / kWide;
     const bool exists = row < 2 * p.num_kv_heads + p.num_q_heads && first < pieces_of_row;
     const bool has_second = second < pieces_of_row;
+    const bool may_rotate = exists && unit < rotated_units;
+    Place place{};
+    Angles<kWide> angles{};
+    auto look_up = [&] {  // whole warps do it together
+        place = find_place(p, page_size, token);
+        if (may_rotate && place.exists) angles = load_pairs<T, kWide>(p.rotary, place.position, unit * kWide);
+    };
+    if (p.static_tables) look_up();
+    ptx::wait_for_previous_grid();
     Piece pieces[2] = {};
     if (exists) {
         const T* const from =
@@ -63,15 +80,15 @@ __global__ void append_rotary_kernel(const __grid_constant__ AppendKvParams p, F
         pieces[0] = reinterpret_cast<const Piece*>(from)[first];
         if (has_second) pieces[1] = reinterpret_cast<const Piece*>(from)[second];
     }
-    const Place place = find_place(p, page_size, token);  // whole warps do it while the pieces are loaded
+    if (!p.static_tables) look_up();  // while the pieces are being loaded
     if (!exists || (!place.exists && !is_query)) return;
     const float scale = is_query ? 1.0f : (is_key ? p.k_scale : p.v_scale);
-    const bool is_rotated = unit < rotated_units && place.exists;
+    const bool is_rotated = may_rotate && place.exists;
     if (is_rotated || scale != 1.0f) {
         float x[2 * kWide];
 #pragma unroll
         for (int i = 0; i < 2 * kWide; ++i) x[i] = to_float(pieces[i / kWide].at[i % kWide]);
-        if (is_rotated) rotate_pieces<T, kWide>(p.rotary, place.position, unit * kWide, x);
+        if (is_rotated) rotate_pieces(p.rotary, angles, x);
 #pragma unroll
         for (int i = 0; i < 2 * kWide; ++i)
             pieces[i / kWide].at[i % kWide] = from_float<T>(scale == 1.0f ? x[i] : x[i] / scale);

@@ -35,6 +35,12 @@ void launch_split_kv_kernel(const AttentionParams& params, const SplitKvPlan& pl
                                                                     shape, params, arguments);
 }
 
+// Whether a launch starts to read keys before earlier kernels have ended, as static_past allows it. Not so
+// where all CTAs of the launch may find nothing to do, and none would wait.
+inline bool waits_for_new_alone(const AttentionParams& p) {
+    return p.static_past && !p.chosen_pages && p.most_queries == 0;
+}
+
 // What launches the instance of a configuration for calls without fixed splits.
 template <class T, class Config>
 constexpr auto split_kv_launcher([[maybe_unused]] bool plain) {
@@ -77,6 +83,8 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.blocks_per_split = FastDivide::by(plan.blocks_per_split);
     arguments.length_first = plan.length_first;
     arguments.beside = beside;
+    arguments.waits_for_new = beside == Beside::nothing && waits_for_new_alone(params);
+    arguments.waits_first = beside == Beside::nothing && !arguments.waits_for_new;
     arguments.first_that_waits =
         beside == Beside::prefix ? first_that_waits(plan, Long::kBlockBytes) : UINT32_MAX;
     arguments.serves_a_part = params.cu_seqlens_q && params.most_queries > 0;
@@ -114,6 +122,7 @@ void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& pl
     StreamKLaunch arguments{};
     arguments.group_size = FastDivide::by(params.group_size());
     arguments.pages = PageLayout::of(params, Config::kBlockKeys);
+    arguments.waits_for_new = waits_for_new_alone(params);
     arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
     arguments.partial = partial_workspace(params.device.index, stream, plan.workspace_words());
     arguments.partial_words = plan.partial_words;

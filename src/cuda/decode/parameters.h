@@ -82,8 +82,12 @@ struct SplitKvLaunch {
     FastDivide blocks_per_split;  // SplitPolicy::sized
     int32_t length_first;         // whether CTAs look at the length before all else
     Beside beside;                // what may still run
-    uint32_t first_that_waits;    // beside a prefix: CTAs of this sequence and later ones end only after it
-    int32_t serves_a_part;        // over codes: whether other launches serve some sequences (served_queries)
+    // Whether earlier kernels may still write what this one reads first: if there is no promise (static_past)
+    // and it runs beside none.
+    int32_t waits_first;
+    int32_t waits_for_new;      // with the promise: whether it waits for them before queries and new keys
+    uint32_t first_that_waits;  // beside a prefix: CTAs of this sequence and later ones end only after it
+    int32_t serves_a_part;      // over codes: whether other launches serve some sequences (served_queries)
     // [batch, num_kv_heads, num_splits, rows of an item] rows; by length, [num_kv_heads, num_slots, ...].
     PartialWorkspace partial;
     int32_t partial_words;  // words for all rows of an item
@@ -100,6 +104,7 @@ struct SplitKvLaunch {
 struct StreamKLaunch {
     FastDivide group_size;
     PageLayout pages;
+    int32_t waits_for_new;     // whether only queries and new keys wait for earlier kernels (static_past)
     PartialWorkspace partial;  // [CTAs, rows of an item] rows
     int32_t partial_words;     // words for all rows of an item
     CodeLayout codes;          // used where there are codes

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     if constexpr (kFixed) {
         VisibleBlocks blocks = VisibleBlocks::all<Config::kBlockKeys>(p.seqlen_k);  // as if it were full
         if (length_first) {
-            if (launch.beside == Beside::nothing) ptx::wait_for_previous_grid();
+            if (launch.waits_first) ptx::wait_for_previous_grid();
             length = ptx::load_relaxed(p.seq_lens.at(sequence));
             blocks = visible_blocks();
         }
@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const QueryRows<Config> queries{ptx::shared_address(shared.queries)};
     const uint32_t tiles = ptx::shared_address(shared.warps[warp].blocks.tiles);
     // A kernel that this one runs beside lets it start only when what it reads is there.
-    if (launch.beside == Beside::nothing) ptx::wait_for_previous_grid();
+    // Combiners look at words which an earlier kernel may have left in the workspace.
+    if (launch.waits_first || (combines && launch.waits_for_new)) ptx::wait_for_previous_grid();
     if constexpr (kServesParts) {
         if (OCTAVO_RARE(launch.serves_a_part) && p.served_queries(sequence) == 0) return;
     }
@@ -242,7 +243,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     }
     if (!combines) page_ids.ask();
     if (!has_window) seq = Sequence::make(p, sequence);
-    if (!combines) query_copier.copy(queries, seq.seq, sequence);
+    if (!combines && !launch.waits_for_new) query_copier.copy(queries, seq.seq, sequence);
     ptx::cp_async_commit();
     if (!has_window) seq.set_length(p, sequence, length);
     if (!length_first) {
@@ -285,11 +286,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     int place = 0;
     ScaleRing<Config> scales(shared.warps[warp]);
     int32_t copied = own.first, used = own.first - kAhead / 2 * own.stride;
+    // With static_past, the first block that holds a key of this call's tokens.
+    const int32_t first_new =
+        launch.waits_for_new ? (seq.seq.see.seqlen_k - seq.seq.seqlen_q) / Config::kBlockKeys : INT32_MAX;
 #pragma unroll 1
     do {
         const bool copies = copied < own.end, uses = used >= own.first && used < own.end;
         typename BlockCopier<T, Config>::Place lies{};
         if (copies) {
+            if (copied >= first_new) ptx::wait_for_previous_grid();
             lies = page_ids.next(copied, keys, visible, [&](int32_t from) {
                 if (from * int64_t{Config::kBlockKeys} < keys.end) page_ids.ask_from(from, visible);
             });
@@ -323,8 +328,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
         if (used == own.first) {  // once, while the first copies are in flight
             state.begin(item, queries);
             state.reset();
+            if (launch.waits_for_new) {
+                ptx::wait_for_previous_grid();
+                query_copier.copy(queries, seq.seq, sequence);
+                ptx::cp_async_commit();
+            }
             combine.prepare();
-            ptx::cp_async_wait<kAhead>();
+            if (launch.waits_for_new) {
+                ptx::cp_async_wait<0>();
+            } else {
+                ptx::cp_async_wait<kAhead>();
+            }
             __syncthreads();  // the queries have arrived
             state.load_queries();
         }

@@ -34,15 +34,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     auto& own = shared.warps[warp];
     const WarpRings<Config> rings(own.blocks, own.queries);
     const BlockCopier<T, Config> rows(p, launch.codes);
-    StreamKCopier<T, Config> copier(p, launch.pages, launch.group_size, rows, own.visible);
+    StreamKCopier<T, Config> copier(p, launch, rows, own.visible);
 
     ptx::launch_dependents();
-    ptx::wait_for_previous_grid();
+    if (!launch.waits_for_new) ptx::wait_for_previous_grid();
     prefetch_page_table(p, launch.pages.page_size);
     const Batch schedule(p, shared.schedule);
     const StreamKRange<Config> range(schedule, cta);
     const int32_t num_blocks = range.end - range.begin;
-    if (num_blocks == 0) return;
+    // Not all CTAs of a launch may end before earlier kernels do: what comes next waits for this launch
+    // alone.
+    if (num_blocks == 0) return ptx::wait_for_previous_grid();
     const int32_t begin = range.begin + num_blocks * warp / Config::kWarps;
     const int32_t end = range.begin + num_blocks * (warp + 1) / Config::kWarps;
 
@@ -64,7 +66,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     copier.copy(rings.k(stage), rings.v(stage), rings.scales(stage), next);
                 if (enters_item || next == begin) {
                     copied_queries = rings.next(copied_queries);
-                    copier.copy_queries(rings.queries(copied_queries));
+                    if (next > begin || !launch.waits_for_new)
+                        copier.copy_queries(rings.queries(copied_queries), copier.item());
                 }
             }
             ptx::cp_async_commit();  // one group per block; past the end it is empty
@@ -86,6 +89,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                 // has.
                 if (block == begin && warp == Config::kWarps - 1 && lane == 0)
                     shared.first_cta = range.first_cta_of_begin_item();
+                if (block == begin && launch.waits_for_new) {
+                    ptx::wait_for_previous_grid();
+                    copier.copy_queries(rings.queries(queries), item);
+                    ptx::cp_async_commit();
+                    ptx::cp_async_wait<0>();
+                }
             }
             ptx::cp_async_wait<kStages - 1>();
             __syncwarp();  // every lane's copies have arrived

@@ -40,9 +40,9 @@ class StreamKCopier {
     using Batch = Schedule<Config::kThreads, Config::kBlockKeys>;
 
     // `visible`: two places in shared memory that belong to the warp.
-    __device__ StreamKCopier(const AttentionParams& p, const PageLayout& pages, const FastDivide& group_size,
+    __device__ StreamKCopier(const AttentionParams& p, const StreamKLaunch& launch,
                              const BlockCopier<T, Config>& rows, VisibleBlocks* visible)
-        : p_(p), group_size_(group_size), rows_(rows), page_ids_(p, pages, rows), visible_(visible) {}
+        : p_(p), launch_(launch), rows_(rows), page_ids_(p, launch.pages, rows), visible_(visible) {}
 
     // Sets the warp's blocks to [begin, end); `item` holds the first of them.
     __device__ void start(const Batch& schedule, const Item& item, int32_t begin, int32_t end) {
@@ -60,6 +60,7 @@ class StreamKCopier {
         const VisibleBlocks& visible = visible_[which_];
         int32_t place = block - item_.begin;
         if (OCTAVO_RARE(p_.window_left >= 0)) place = visible.place(place);
+        if (place >= first_new_) ptx::wait_for_previous_grid();
         const auto lies = page_ids_.next(place, keys_, visible, [&](int32_t from) {
             const int32_t last = min(item_.end, end_) - item_.begin - 1;
             if (from <= (OCTAVO_RARE(p_.window_left >= 0) ? visible.place(last) : last)) {
@@ -72,9 +73,11 @@ class StreamKCopier {
         return enters;
     }
 
-    // Copies the queries of the current item.
-    __device__ void copy_queries(QueryRows<Config> q) const {
-        rows_.copy_queries(q, schedule_->slice(item_.sequence), group_size_, item_.sequence, item_.kv_head);
+    // The item whose blocks are being copied.
+    __device__ const Item& item() const { return item_; }
+    __device__ void copy_queries(QueryRows<Config> q, const Item& item) const {
+        rows_.copy_queries(q, schedule_->slice(item.sequence), launch_.group_size, item.sequence,
+                           item.kv_head);
     }
 
   private:
@@ -99,13 +102,15 @@ class StreamKCopier {
         if (item_.end != next_item_.begin && item_.end >= 0) ask_for(schedule_->next(item_), item_.end);
         item_ = next_item_;
         which_ ^= 1;
-        keys_ = {0, schedule_->slice(item_.sequence).see.seqlen_k};
+        const SequenceSlice seq = schedule_->slice(item_.sequence);
+        keys_ = {0, seq.see.seqlen_k};
+        if (launch_.waits_for_new) first_new_ = (keys_.end - seq.seqlen_q) / Config::kBlockKeys;
         if (OCTAVO_RARE(p_.window_left >= 0)) keys_ = visible_[which_].keys(keys_.end);
         page_ids_.enter(item_.kv_head);
     }
 
     const AttentionParams& p_;
-    const FastDivide& group_size_;
+    const StreamKLaunch& launch_;
     const BlockCopier<T, Config>& rows_;
     PageIds<T, Config, true> page_ids_;
     VisibleBlocks* visible_;
@@ -113,6 +118,8 @@ class StreamKCopier {
     const Batch* schedule_ = nullptr;
     Item item_{0, 0, 0, -1}, next_item_{};
     KeyRange keys_{0, 0};  // keys of the item that some query sees
+    // The item's first block with keys that earlier kernels may still write (static_past).
+    int32_t first_new_ = INT32_MAX;
     int32_t end_ = 0;
 };
 
