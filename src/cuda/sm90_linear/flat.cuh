@@ -21,7 +21,8 @@ namespace octavo::cuda {
 template <int kWRows, int kXRows, int kPanels, bool kNormalises_>
 struct FlatConfig : FlatTileConfig<kWRows, kXRows, kPanels> {
     static constexpr bool kNormalises = kNormalises_;
-    static constexpr int kThreads = 32 * kFlatWarps + 32;
+    // One warp copies, and one finds the factors of the norm.
+    static constexpr int kThreads = 32 * kFlatWarps + (kNormalises ? 64 : 32);
     static constexpr int kMinCtas = flat_fits_twice(kWRows, kXRows) ? 2 : 1;
 };
 
@@ -40,18 +41,11 @@ __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int
         return ((from < to ? from : from - 1) * shares + i / p.splits) * 32 + lane;
     };
 
-    char* const weights = linear_stages() + p.norm_offset;
-    const SquareSums<Config> squares{reinterpret_cast<float*>(weights),
-                                     landed + (p.splits - 1) * shares * 32};
-
+    if constexpr (Config::kNormalises) products.share_squares(p);
     ptx::named_barrier_sync(1, Config::kConsumers);  // all warps have read the stages
     share_sums<T, Config>(of_warps, products);
-    if constexpr (Config::kNormalises) products.share_squares(squares);
     ptx::named_barrier_sync(1, Config::kConsumers);
     if (p.splits > 1) ptx::cluster_wait();  // the other CTAs have initialised their barriers
-    if constexpr (Config::kNormalises) {
-        if (p.splits > 1 && warp == 0) squares.send(p.splits, rank);
-    }
     const int32_t column = p.first_column(tile / p.x_tiles);
     const int32_t end = min(p.first_column(tile / p.x_tiles + 1), p.output.width);
     for (int i = warp; i < kTiles; i += kFlatWarps) {
@@ -72,7 +66,7 @@ __device__ __forceinline__ void finish_flat_tiles(const Sm90LinearLaunch& p, int
             sum = total;
         }
         if constexpr (Config::kNormalises) {
-            const float2 factors = squares.factors(p, rank, i % Config::kColumnTiles * 8 + lane % 4 * 2);
+            const float2 factors = NormFactors<Config>(p).of(i % Config::kColumnTiles * 8 + lane % 4 * 2);
             sum = {sum.x * factors.x, sum.y * factors.y, sum.z * factors.x, sum.w * factors.y};
         }
         write_flat_tile<T, Config>(p.output, tile % p.x_tiles * Config::kXRows, column, end, i, sum);
@@ -88,8 +82,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
     const StepRange range(p, rank);
     if (threadIdx.x == 0) {
         const int32_t own = max((Config::kTiles - rank + p.splits - 1) / p.splits, 0);
-        int32_t landed_bytes = own * (p.splits - 1) * 32 * sizeof(float4);
-        if (Config::kNormalises && own > 0) landed_bytes += (p.splits - 1) * Config::kXRows * sizeof(float);
+        const int32_t landed_bytes = own * (p.splits - 1) * 32 * sizeof(float4);
+        if constexpr (Config::kNormalises) NormFactors<Config>::init_barriers(p.splits);
         init_linear_barriers(p, kFlatWarps, landed_bytes);
     }
     __syncthreads();
@@ -101,6 +95,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
         __syncwarp();
         if (p.splits > 1) ptx::cluster_wait();
         return;
+    }
+    if constexpr (Config::kNormalises) {
+        if (warp > kFlatWarps) return find_norm_factors<Config>(p, rank);
     }
     const int lane = threadIdx.x % 32;
     auto products = [&] {

@@ -1,11 +1,12 @@
 // RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) of the rows of x inside of sm90_flat. Every CTA has all
-// columns of x in shared memory, its split of them at least. So its warps multiply what they load by the
-// weights of the norm, and add up the squares of x besides; the mean of these divides the sums of products at
-// the end. Page: docs/kernels/linear.md.
+// columns of x in shared memory, its split of them at least. The warps that multiply take x times the weights
+// of the norm, and add up the squares of x besides. At the end one more warp turns these into what the sums
+// of products are multiplied by, while the others add up the products. Page: docs/kernels/linear.md.
 #pragma once
 
 #include "cuda/linear/flat_tile.cuh"
 #include "cuda/ptx/cluster.h"
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90_linear/operand_copy.cuh"
 #include "cuda/types.h"
 
@@ -20,48 +21,32 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y) {
     return x;
 }
 
-// The squares of the rows of x, as they lie in shared memory: the sums of each warp, where the weights were,
-// and those that the other CTAs of the cluster send, behind the sums of products.
+// Where the warp of the norm and the others meet, in shared memory.
 template <class Config>
-struct SquareSums {
+struct NormFactors {
     static constexpr int kXRows = Config::kXRows;
-    float* of_warps;  // [kFlatWarps][kXRows]
-    float4* landed;   // [splits][kXRows / 4]
+    float* of_warps;  // [kFlatWarps][kXRows]: sums of squares,
+    float* landed;    // [splits][kXRows]: those of the CTAs of the cluster,
+    float* factors;   // [kXRows]: and what the sums of products are multiplied by
 
-    // This CTA's squares of four rows of x, from 4 * `piece` on.
-    __device__ __forceinline__ float4 own(int piece) const {
-        float4 sum{};
-#pragma unroll
-        for (int w = 0; w < kFlatWarps; ++w)
-            add(sum, reinterpret_cast<const float4*>(of_warps + w * kXRows)[piece]);
-        return sum;
+    __device__ __forceinline__ explicit NormFactors(const Sm90LinearLaunch& p)
+        : of_warps(reinterpret_cast<float*>(linear_stages() + p.norm_offset -
+                                            norm_factor_bytes(p.splits, kXRows))),
+          landed(of_warps + kFlatWarps * kXRows),
+          factors(landed + p.splits * kXRows) {}
+
+    // Like init_linear_barriers, which comes behind it.
+    __device__ __forceinline__ static void init_barriers(int32_t splits) {
+        LinearBarriers& barriers = linear_barriers();
+        ptx::mbarrier_init(&barriers.factors, 1);
+        ptx::mbarrier_init(&barriers.squares, 1);
+        ptx::mbarrier_arrive_expect(&barriers.squares, (splits - 1) * kXRows * sizeof(float));
     }
 
-    // Sends this CTA's squares to those CTAs of the cluster that own tiles. One warp calls this.
-    __device__ __forceinline__ void send(int32_t splits, int32_t rank) const {
-        const int lane = threadIdx.x % 32;
-        if (lane >= kXRows / 4) return;
-        const float4 sum = own(lane);
-        const int32_t owners = min(splits, Config::kTiles);
-        for (int32_t to = 0; to < owners; ++to) {
-            if (to == rank) continue;
-            ptx::store_cluster_async(
-                ptx::cluster_address(ptx::shared_address(landed + rank * (kXRows / 4) + lane), to),
-                {__float_as_int(sum.x), __float_as_int(sum.y), __float_as_int(sum.z), __float_as_int(sum.w)},
-                ptx::cluster_address(ptx::shared_address(&linear_barriers().landed), to));
-        }
-    }
-
-    // What divides the sums of rows `row` and `row + 1` of x; `row` is even.
-    __device__ __forceinline__ float2 factors(const Sm90LinearLaunch& p, int32_t rank, int row) const {
-        float2 sum{};
-        for (int32_t from = 0; from < p.splits; ++from) {
-            const float4 part = from == rank ? own(row / 4) : landed[from * (kXRows / 4) + row / 4];
-            sum.x += row % 4 == 0 ? part.x : part.z;
-            sum.y += row % 4 == 0 ? part.y : part.w;
-        }
-        const auto depth = static_cast<float>(p.depth);
-        return {rsqrtf(sum.x / depth + p.norm_eps), rsqrtf(sum.y / depth + p.norm_eps)};
+    // The factors of rows `row` and `row + 1` of x; `row` is even.
+    __device__ __forceinline__ float2 of(int row) const {
+        ptx::mbarrier_wait(&linear_barriers().factors, 0);
+        return *reinterpret_cast<const float2*>(factors + row);
     }
 };
 
@@ -79,7 +64,8 @@ class NormalisedProducts : public FlatProducts<T, Config> {
           piece_(warp * kUnits % 8 + lane / 8 % kUnits) {}
 
     // Takes the stage that was loaded last to the weights' units, which are loaded as rows that are all the
-    // same, so that a lane gets the columns that it has of x.
+    // same, so that a lane gets the columns that it has of x. The squares are the diagonal of x times its own
+    // transpose, of which a lane has the same operands.
     __device__ __forceinline__ void normalise(int32_t stage) {
         const uint32_t row = weights_ + stage * Config::kPanels * 128;
         uint32_t weights[4];
@@ -87,34 +73,67 @@ class NormalisedProducts : public FlatProducts<T, Config> {
 #pragma unroll
         for (int j = 0; j < Base::kColumnTiles; ++j) {
 #pragma unroll
-            for (int unit = 0; unit < kUnits; ++unit) {
-                uint32_t& x = Base::kTwoDepths ? this->x_matrices_[j][0][unit]
-                                               : this->x_matrices_[j - j % 2][0][j % 2 * 2 + unit];
-                const float2 numbers = unpack<T>(x);
-                squares_[j] += numbers.x * numbers.x;
-                squares_[j] += numbers.y * numbers.y;
-                x = multiply_pairs(x, weights[unit]);
+            for (int unit = 0; unit < kUnits; unit += 2) {
+                uint32_t* const x = Base::kTwoDepths ? &this->x_matrices_[j][0][unit]
+                                                     : &this->x_matrices_[j - j % 2][0][j % 2 * 2];
+                const uint32_t rows[4] = {x[0], 0, x[1], 0};
+                ptx::mma_m16n8k16<T>(squares_[j], rows, x[0], x[1]);
+                x[0] = multiply_pairs(x[0], weights[unit]);
+                x[1] = multiply_pairs(x[1], weights[unit + 1]);
             }
         }
     }
 
-    // Writes this warp's squares for the others.
-    __device__ __forceinline__ void share_squares(const SquareSums<Config>& to) const {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Leaves this warp's sums of squares to the warp of the norm.
+    __device__ __forceinline__ void share_squares(const Sm90LinearLaunch& p) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
+        if (row / 2 == lane % 4) {  // the lane has the diagonal's element of this row
+            float* const to = NormFactors<Config>(p).of_warps + warp * Config::kXRows + row;
 #pragma unroll
-        for (int j = 0; j < Base::kColumnTiles; ++j) {
-            float sum = squares_[j];
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            if (lane % 4 == 0) to.of_warps[warp * Config::kXRows + j * 8 + lane / 4] = sum;
+            for (int j = 0; j < Base::kColumnTiles; ++j)
+                to[8 * j] = row % 2 ? squares_[j][1] : squares_[j][0];
         }
+        ptx::named_barrier_arrive(2, Config::kConsumers + 32);
     }
 
   private:
     static_assert(kUnits == 4 || kUnits == 2);
     static_assert(Config::kXRows <= kMostNormalisedXRows);
     uint32_t weights_, piece_;
-    float squares_[Base::kColumnTiles] = {};
+    float squares_[Base::kColumnTiles][4] = {};
 };
+
+// The warp of the norm. Lane l finds the factor of row l.
+template <class Config>
+__device__ __forceinline__ void find_norm_factors(const Sm90LinearLaunch& p, int32_t rank) {
+    constexpr int kXRows = Config::kXRows;
+    const int lane = threadIdx.x % 32, row = lane % kXRows;
+    const NormFactors<Config> norm(p);
+    const float depth = static_cast<float>(p.depth);
+    float* const own = norm.landed + rank * kXRows;
+    if (p.splits > 1) ptx::cluster_wait();  // the other CTAs have initialised their barriers
+    ptx::named_barrier_sync(2, Config::kConsumers + 32);
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kFlatWarps; ++warp) sum += norm.of_warps[warp * kXRows + row];
+    if (p.splits > 1) {
+        own[row] = sum;
+        __syncwarp();
+        const int4 four = reinterpret_cast<const int4*>(own)[lane % (kXRows / 4)];
+        // In each turn, as many CTAs as there are lanes for get the sums, four at a time.
+        for (int32_t to = lane / (kXRows / 4); to < p.splits; to += 32 / (kXRows / 4)) {
+            if (to == rank) continue;
+            ptx::store_cluster_async(
+                ptx::cluster_address(ptx::shared_address(own + lane % (kXRows / 4) * 4), to), four,
+                ptx::cluster_address(ptx::shared_address(&linear_barriers().squares), to));
+        }
+        ptx::mbarrier_wait(&linear_barriers().squares, 0);
+        sum = 0.0f;
+        for (int32_t from = 0; from < p.splits; ++from) sum += norm.landed[from * kXRows + row];
+    }
+    norm.factors[row] = rsqrtf(sum / depth + p.norm_eps);
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(&linear_barriers().factors);
+}
 
 }  // namespace octavo::cuda

@@ -15,7 +15,9 @@ namespace octavo::cuda {
 // cluster send.
 struct alignas(1024) LinearBarriers {
     uint64_t full[kMaxLinearStages], empty[kMaxLinearStages];
-    uint64_t landed;  // completes when all sums that the others send to this CTA have arrived
+    uint64_t landed;   // completes when all sums that the others send to this CTA have arrived
+    uint64_t squares;  // likewise the sums of squares, where x is normalised,
+    uint64_t factors;  // and when the factors that follow from them are there
 };
 
 __device__ __forceinline__ LinearBarriers& linear_barriers() {

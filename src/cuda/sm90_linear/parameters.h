@@ -23,7 +23,7 @@ struct Sm90LinearLaunch {
     int32_t stages, stage_bytes, panels;  // stages of the ring; bytes and panels of a stage
     LinearOutput output;
     // Of an instance that normalises x: the weights, as one row of x; where their panels lie behind the
-    // stages; what is added to the mean of squares; K.
+    // stages, right behind the sums of squares and the factors; what is added to the mean of squares; K.
     CUtensorMap norm_weight;
     int32_t norm_offset;
     float norm_eps;

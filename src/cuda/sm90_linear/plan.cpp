@@ -27,11 +27,6 @@ int32_t shared_bytes_of(const Sm90LinearTile& tile) {
     return tile.ctas_per_sm == 1 ? kSharedOfOne : kSharedOfTwo;
 }
 
-// The sums of squares that the CTAs of a cluster send each other.
-int32_t squares_bytes(const Sm90LinearTile& tile) {
-    return tile.splits == 1 ? 0 : static_cast<int32_t>(ceil_divide(tile.splits * tile.x_rows * 4, 128) * 128);
-}
-
 bool normalises_in(const Sm90LinearTile& tile, DType dtype) {
     return dtype == DType::bfloat16 && tile.kernel == Sm90LinearKernel::flat &&
            tile.x_rows <= kMostNormalisedXRows;
@@ -130,7 +125,8 @@ std::optional<Sm90LinearPlan> plan_sm90_linear(const LinearProblem& problem, DTy
     if (ctas > INT32_MAX) return std::nullopt;
     plan.num_ctas = static_cast<int32_t>(ctas);
 
-    const int32_t landing = landing_bytes(tile) + (normalises ? squares_bytes(tile) : 0);
+    const int32_t landing =
+        landing_bytes(tile) + (normalises ? norm_factor_bytes(tile.splits, tile.x_rows) : 0);
     const int32_t norm_bytes = normalises ? stage.panels * 128 : 0;  // of a stage
     const int32_t room = (shared_bytes_of(tile) - kBarrierBytes - landing) / (stage.bytes() + norm_bytes);
     int64_t least = 2;

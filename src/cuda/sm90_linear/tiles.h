@@ -34,6 +34,10 @@ constexpr FlatTile kFlatTiles[] = {
 constexpr int32_t kFlatXRows[] = {8, 16, 32, 64};
 // Tiles of sm90_flat with at most this many rows of x also have an instance that normalises x, of bfloat16.
 constexpr int32_t kMostNormalisedXRows = 16;
+// The room for the sums of squares of all warps and of all CTAs of a cluster, and for what follows from them.
+OCTAVO_HD constexpr int32_t norm_factor_bytes(int32_t splits, int32_t x_rows) {
+    return ((kFlatWarps + splits + 1) * x_rows * 4 + 127) / 128 * 128;
+}
 
 // Tiles of sm90_wide by their rows of w, a multiple of 16 that wgmma can take.
 struct WideTile {
