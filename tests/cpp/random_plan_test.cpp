@@ -145,7 +145,12 @@ void expect_sound(const cuda::StreamKPlan& plan, const AttentionParams& p, const
 
 void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_EQ(gpu.compute_capability, 90);
-    EXPECT_FALSE(p.alibi_symmetric);
+    EXPECT_EQ(p.alibi_symmetric, plan.feature == cuda::Sm90Feature::symmetric_alibi);
+    if (p.alibi_symmetric) {
+        EXPECT_TRUE(
+            cuda::has_symmetric_alibi(plan.tiles().head_dim, plan.tiles().value_dim, plan.tiles().ctas))
+            << "no such instance";
+    }
     EXPECT_GE(plan.tiles().head_dim, p.head_dim);
     EXPECT_GE(plan.tiles().value_dim, p.head_dim_v);
     EXPECT_EQ((plan.tiles().head_dim + 63) / 64, (p.head_dim + 63) / 64) << "a copy of no column";

@@ -50,6 +50,11 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
             run = launch_sm90_kernel<
                 T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::split_ranges>>;
     }
+    if constexpr (has_symmetric_alibi(kHeadDim, kValueDim, kCtas)) {
+        if (plan.feature == Sm90Feature::symmetric_alibi)
+            run = launch_sm90_kernel<
+                T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::symmetric_alibi>>;
+    }
     if constexpr (has_beside(kHeadDim, kWarpgroups, kCtas)) {
         if (plan.feature == Sm90Feature::beside)
             run =

@@ -44,7 +44,7 @@ bool serve_better(const AttentionParams& p, const Gpu& gpu, const Sm90Tiles& til
     if (keys < tiles.from_keys) return false;
     // Pairs of CTAs serve neither paged arrays nor windows: with a window, queries that stand far apart see
     // different keys.
-    if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0)) return false;
+    if (tiles.ctas > 1 && (p.paged() || p.window_left >= 0 || p.alibi_symmetric)) return false;
     return 100 * padded_blocks(p, gpu, tiles, heads) <= 106 * padded_blocks(p, gpu, before, heads);
 }
 
@@ -161,7 +161,7 @@ void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
 
 Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.dropout.any()) return Sm90Feature::dropout;
-    if (p.alibi_slopes) return Sm90Feature::alibi;
+    if (p.alibi_slopes) return p.alibi_symmetric ? Sm90Feature::symmetric_alibi : Sm90Feature::alibi;
     if (p.has_tree_mask) return Sm90Feature::tree;
     if (p.ranges) return plan.num_splits > 0 ? Sm90Feature::split_ranges : Sm90Feature::ranges;
     if (plan.num_splits > 0) return Sm90Feature::splits;
@@ -220,6 +220,7 @@ const char* name_of(Sm90Feature feature) {
     switch (feature) {
         case Sm90Feature::none: break;
         case Sm90Feature::alibi: return "alibi";
+        case Sm90Feature::symmetric_alibi: return "symmetric_alibi";
         case Sm90Feature::dropout: return "dropout";
         case Sm90Feature::sinks: return "sinks";
         case Sm90Feature::few_rows: return "few_rows";
@@ -245,7 +246,6 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       : p.dropout.any() ? "dropout"
                                         : "caches of codes");
     }
-    if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     if (p.has_tree_mask && p.alibi_slopes)
         return refuse(why_not, "no instance has both a tree mask and ALiBi");
     const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
@@ -254,6 +254,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       to_string(p.v_dtype));
     }
     const bool has_codes = *codes != Codes::none;
+    if (has_codes && p.alibi_symmetric) return refuse(why_not, "over codes ", kOneSidedAlibi);
     if (has_codes && p.head_dim_v != p.head_dim) {
         return refuse(why_not, "no instance over codes has keys of head_dim ", p.head_dim,
                       " and values of another, ", p.head_dim_v);
@@ -301,6 +302,10 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         !is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas)) {
         return refuse(why_not, "no instance with keys of head_dim ", tiles.head_dim, " and values of ",
                       tiles.value_dim, " has ", p.ranges ? "bidirectional_ranges" : "tree masks");
+    }
+    if (p.alibi_symmetric && !has_symmetric_alibi(tiles.head_dim, tiles.value_dim, tiles.ctas)) {
+        return refuse(why_not, "no instance with keys of head_dim ", tiles.head_dim, " and values of ",
+                      tiles.value_dim, " has symmetric ALiBi");
     }
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
     // If even with splits at most half of the SMs would have work, sm80_attention serves the call.

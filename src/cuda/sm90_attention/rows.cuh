@@ -53,6 +53,7 @@ struct Sm90Rows {
     // from the first query of the warpgroup. The LSE has to be corrected by `row_bias` (in units of log2(e)).
     int32_t anchor;
     float slope[2] = {};  // in units of scores
+    int32_t q_pos[2];     // the rows' places, which symmetric ALiBi counts from
     float row_bias[2] = {};
     int32_t row_end[2];   // keys from here on are hidden from the row,
     uint32_t row_gap[2];  // and so are this many keys right behind the prefix
@@ -75,13 +76,13 @@ struct Sm90Rows {
         end = see.window_end(last_q_pos);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int32_t q_pos = first_q_pos + places.token(half);
-            row_end[half] = max(see.window_end(q_pos), prefix_len);
-            row_gap[half] = max(see.window_begin(q_pos) - prefix_len, 0);
-            if (!kAlibi) continue;
+            q_pos[half] = first_q_pos + places.token(half);
+            row_end[half] = max(see.window_end(q_pos[half]), prefix_len);
+            row_gap[half] = max(see.window_begin(q_pos[half]) - prefix_len, 0);
+            if (!kAlibi && !Config::kSymmetricAlibi) continue;
             const int32_t head = work.first_head + places.head(half);
             const float slope_log2 = p.alibi_slopes[work.batch * p.alibi_batch_stride + head] * kLog2e;
-            row_bias[half] = alibi_bias(slope_log2, q_pos, anchor);
+            if (kAlibi) row_bias[half] = alibi_bias(slope_log2, q_pos[half], anchor);
             slope[half] = slope_log2 / scale;
         }
     }

@@ -98,8 +98,8 @@ struct Sm90Softmax {
     }
 };
 
-// Applies softcap, ALiBi (counted from this thread's first column) and masks to a tile of scores. Each is a
-// branch that the whole warpgroup takes or skips.
+// Applies softcap, ALiBi (counted from this thread's first column, unless it is symmetric) and masks to a
+// tile of scores. Each is a branch that the whole warpgroup takes or skips.
 template <int kKeys, int kCount, class Config>
 __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
                                            bool add_alibi, const Sm90Rows<Config>& rows, int32_t first_key) {
@@ -113,6 +113,15 @@ __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreT
         for (int i = 0; i < kCount; ++i) {
             const int column = i / 4 * 8 + i % 2;
             scores[i] = fmaf(rows.slope[i / 2 % 2], column, scores[i]);
+        }
+    }
+    if constexpr (Config::kSymmetricAlibi) {
+        const float own[2] = {static_cast<float>(rows.q_pos[0] - first_column),
+                              static_cast<float>(rows.q_pos[1] - first_column)};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const auto column = static_cast<float>(i / 4 * 8 + i % 2);
+            scores[i] = fmaf(-rows.slope[i / 2 % 2], fabsf(column - own[i / 2 % 2]), scores[i]);
         }
     }
     if (rows.see_all(first_key, kKeys)) return;

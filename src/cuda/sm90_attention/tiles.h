@@ -114,6 +114,11 @@ constexpr bool is_first_row(int head_dim, int value_dim, int warpgroups, int cta
     }
     return false;
 }
+// ALiBi that falls on both sides of a query has kernels where no CTAs work in pairs, on values of the same
+// head dim.
+constexpr bool has_symmetric_alibi(int head_dim, int value_dim, int ctas) {
+    return ctas == 1 && head_dim == value_dim;
+}
 constexpr bool has_beside(int head_dim, int warpgroups, int ctas) {
     return head_dim == kSm90TilesBeside.head_dim && warpgroups == kSm90TilesBeside.warpgroups &&
            ctas == kSm90TilesBeside.ctas;
@@ -130,6 +135,7 @@ constexpr bool has_blocks(int head_dim, int warpgroups, int ctas) {
 enum class Sm90Feature {
     none,
     alibi,
+    symmetric_alibi,
     dropout,
     sinks,
     few_rows,
@@ -186,6 +192,8 @@ struct Sm90Config {
     static constexpr bool kChained = kTiles.chained && !kSplits;
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;
+    // In kernels of its own, since as a branch of those for ALiBi it cost calls without it 3 to 5 %.
+    static constexpr bool kSymmetricAlibi = kFeature_ == Sm90Feature::symmetric_alibi;
     static constexpr bool kDropout = kFeature_ == Sm90Feature::dropout;
     // Whether the kernel tests for attention sinks and chunks of positions. Nothing hides the tests between
     // two row tiles: they cost sequences of 512 tokens up to 3 %.
@@ -237,7 +245,7 @@ struct Sm90Config {
                   kProducerRegisters + kConverters * kConverterRegisters + kConsumers * kConsumerRegisters <=
                       512);
     // Whether the code between two row tiles is kept short, at the cost of registers that other kernels lack.
-    static constexpr bool kShortEnds = !kAlibi && !kDropout && !kSplits && kCtas == 1;
+    static constexpr bool kShortEnds = !kAlibi && !kSymmetricAlibi && !kDropout && !kSplits && kCtas == 1;
     static constexpr int kFewRowTiles =
         kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim, kHasCodes) / 8 : 0;
 };

@@ -37,8 +37,8 @@ struct Sm90WideConfig {
     static constexpr int kProducerRegisters = 32, kScorerRegisters = 128, kMultiplierRegisters = 176;
     static_assert(kProducerRegisters + kScorerRegisters + kMultipliers * kMultiplierRegisters <= 512);
 
-    static constexpr bool kAlibi = false, kSplits = false, kBlocks = false, kOwnTiles = false,
-                          kRanges = false;
+    static constexpr bool kAlibi = false, kSymmetricAlibi = false, kSplits = false, kBlocks = false,
+                          kOwnTiles = false, kRanges = false;
     static constexpr bool kSinksAndChunks = true;
     static constexpr int kFewRowTiles = 0;
 };
