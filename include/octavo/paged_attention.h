@@ -94,7 +94,8 @@ struct PagedAttentionArgs {
     std::optional<TensorView> chosen_pages;
     // A promise for GPUs, with which a call may read old keys and values while the launch in front still
     // runs: no work under way on the stream writes to any array of the call, except for q and, in the pages,
-    // each sequence's newest tokens, as many as it has queries. So append_kv of these may be in front.
+    // each sequence's newest tokens, as many as it has queries, which no other sequence of the call sees. So
+    // append_kv of these may be in front.
     bool static_past = false;
     void* stream = nullptr;
 };

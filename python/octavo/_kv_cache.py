@@ -320,6 +320,7 @@ class KVCacheStep:
         self.max_seqlen_q: int = counts.max_seqlen_q
         """The most new tokens of a sequence."""
         self._num_rows = counts.num_rows_of_tokens
+        self._has_copies = any(counts.num_copies)  # which are made behind the transfer
         numbers = cache._numbers
         self.positions: Any = numbers.layout.positions(numbers.numbers, counts.num_rows_of_tokens)
         """int32 [T]: where each new token lies in its sequence; 0 for padding."""
@@ -385,7 +386,7 @@ class KVCacheStep:
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
-            rotary_sin: given together with rotary_cos.
+            rotary_sin: given together with rotary_cos. On a GPU no work still under way may write to either.
             rotary_interleaved: Default: False.
             out: an array for the result; may be q, where values have its head_dim. Default: a new array.
 
@@ -415,8 +416,8 @@ class KVCacheStep:
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
         if bidirectional_ranges is not None and window_left >= 0 and not ranges_keep_window_left:
             cache._numbers.check_ranges(bidirectional_ranges, seq_lens, cu_seqlens, layer, window_left)
-        # The step's arrays come by a transfer, and pages are written by this append_kv and by copies, which let
-        # nothing start before they have ended.
+        # Nothing under way writes to tables or earlier tokens: the step's arrays come by a transfer, which
+        # lets no kernel start before it has ended, and the prefix cache finds tokens of earlier steps alone.
         if rotary_cos is None and rotary_sin is None:
             append_kv(
                 k,
@@ -468,7 +469,7 @@ class KVCacheStep:
             bidirectional_ranges=bidirectional_ranges,
             ranges_keep_window_left=ranges_keep_window_left,
             chosen_pages=chosen_pages,
-            static_past=True,
+            static_past=not self._has_copies,
             out=out,
             **others,
         )

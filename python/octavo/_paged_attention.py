@@ -161,9 +161,10 @@ def paged_attention(
         ranges_keep_window_left: windows and chunks hide a range's earlier keys, too, as for ``attention``.
             Needs bidirectional_ranges. Default: False.
         static_past: a promise that no work still under way on the stream writes to any array of this call,
-            except for ``q`` and, in the pages, each sequence's newest tokens, as many as it has queries. So
-            ``append_kv`` of these tokens may be in front. The kernels for decoding then read earlier keys and
-            values while that launch ends, on Hopper some 1 us earlier. No effect elsewhere. Default: False.
+            except for ``q`` and, in the pages, each sequence's newest tokens, as many as it has queries,
+            which no other sequence of the call sees. So ``append_kv`` of these may be in front. The kernels
+            for decoding then read earlier keys and values while that launch ends, on Hopper some 1 us
+            earlier. No effect elsewhere. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q, with the head_dim of v_pages, to write the result to; never read. It may be q
             itself, with the same address and strides; otherwise its memory must be apart from that of q, as

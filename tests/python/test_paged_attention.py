@@ -152,7 +152,9 @@ def test_a_static_past_changes_no_bit(target: Target, case: Case) -> None:
     inputs, cache, _ = problem(case, target.dtype)
     for options in ({}, {"max_seqlen_q": max(case.seqlens_q)}):
         plain = calls.paged_attention(target, case, inputs, cache, **options)
-        assert_same_bits(calls.paged_attention(target, case, inputs, cache, static_past=True, **options), plain)
+        assert_same_bits(
+            calls.paged_attention(target, case, inputs, cache, static_past=True, **options), plain
+        )
 
 
 INDEPENDENT = cases.named("decode", "decode_everything", "decode_pages_2000", "chunked_prefill", "ragged")

@@ -23,8 +23,10 @@ PROBLEMS: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     "one, long": ([30011], 1, {}),
     "few": ([1, 70, 1031, 500], 1, {}),
     "drafts": ([900, 4, 333], 4, {}),
+    "many drafts": ([900, 8, 333], 8, {}),
     "many short": ([40 + i for i in range(200)], 1, {}),
     "ragged": ([1 + i * i for i in range(70)], 1, {}),
+    "padding": ([0, 0, 900, 0, 33, 0] + [i * i for i in range(60)], 1, {}),
     "splits": ([2021, 77], 1, {"num_splits": 5}),
     "invariant": ([2021, 1, 800], 1, {"batch_invariant": True}),
     "window": ([2021, 1, 800], 1, {"window_left": 100}),
@@ -65,6 +67,11 @@ def test_newest_tokens_and_queries_are_waited_for(
     k, v = torch.randn(2, sum(lengths), NUM_KV_HEADS, head_dim, **bf16)
     octavo.append_kv(k, v, **tables, cu_seqlens=past, **cache.arguments)
 
+    def turn() -> None:
+        """Sequences take each other's places."""
+        for x in (table, seq_lens):
+            x.copy_(x.flip(0))
+
     total = num_new * len(lengths)
     q = torch.empty(total, NUM_KV_HEADS * GROUP_SIZE, head_dim, **bf16)
     k, v = torch.empty(2, total, NUM_KV_HEADS, head_dim, **bf16)
@@ -98,6 +105,7 @@ def test_newest_tokens_and_queries_are_waited_for(
     for _ in range(8):
         for x in given:
             x.normal_()
+        turn()
         for graph, out in zip(graphs, outs, strict=True):
             out.fill_(torch.nan)
             spoil()

@@ -1,7 +1,7 @@
 // Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
 //
-// grid: one warp per (copy, slot, KV head), which copies K, V and their scales. It lets no kernel start before
-// it has ended: what reads pages early, by a promise (static_past), finds the copies there.
+// grid: one warp per (copy, slot, KV head), which copies K, V and their scales. It lets no kernel start
+// before it has ended: what reads pages early, by a promise (static_past), finds the copies there.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/plan.h"

@@ -66,7 +66,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     copier.copy(rings.k(stage), rings.v(stage), rings.scales(stage), next);
                 if (enters_item || next == begin) {
                     copied_queries = rings.next(copied_queries);
-                    if (next > begin || !launch.waits_for_new)
+                    const bool is_first = next == begin;
+                    if (launch.waits_for_new && !is_first) ptx::wait_for_previous_grid();
+                    if (!launch.waits_for_new || !is_first)
                         copier.copy_queries(rings.queries(copied_queries), copier.item());
                 }
             }

@@ -61,6 +61,7 @@ AttentionParams over_parts(const AttentionParams& params, int32_t parts, int32_t
     p.cu_seqlens_q = {numbers + p.batch};
     p.page_table = {numbers + 2 * p.batch + 1};
     p.page_table_stride = max_pages(p);
+    p.static_past = false;  // the launch in front writes these
     return p;
 }
 

@@ -234,6 +234,7 @@ AttentionParams over_expanded(const AttentionParams& params, int32_t num_slots, 
     p.page_table_stride = 1;
     p.page_size = room;
     p.num_pages = num_slots;
+    p.static_past = false;  // the launch in front writes these
     return p;
 }
 
