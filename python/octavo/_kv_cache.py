@@ -297,6 +297,7 @@ class KVCacheStep:
     __slots__ = (
         "_cache",
         "_cu_seqlens",
+        "_has_copies",
         "_max_seqlen",
         "_num_rows",
         "_number",
