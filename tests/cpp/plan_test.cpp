@@ -25,6 +25,8 @@ TEST(Plan, DecodeOfOneSequence) {
     EXPECT_EQ(decode_plan(paged({1, 100000})), "even long 16");
     EXPECT_EQ(decode_plan(paged({1, 100000, 1, 8})), "even long 132");
     EXPECT_EQ(decode_plan(paged({1, 4096, 140, 1})), "sized short 4");  // more items than SMs
+    EXPECT_EQ(decode_plan(paged({1, 1152, 32, 1})), "even long 3");     // with the combiners, 128 CTAs
+    EXPECT_EQ(decode_plan(paged({1, 1360, 32, 1})), "even long 4");     // three would read too much each
 }
 
 TEST(Plan, DecodeOfFewSequences) {
