@@ -332,7 +332,7 @@ ENGINES = {
     "compiled_whole": ("compiled, whole step", "#7a5c3e"),
     "octavo": ("Octavo", COLOURS["A"]),
     "octavo_static_weight": ("Octavo, static weights", INK),
-    "octavo_static": ("and static past", "#8a63a8"),
+    "octavo_static": ("Octavo, static past too", "#d6409f"),
 }
 
 
