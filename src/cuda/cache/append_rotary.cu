@@ -28,11 +28,10 @@ __device__ __forceinline__ Angles<kWide> load_pairs(const Rotary& rotary, int32_
 template <int kWide>
 __device__ __forceinline__ void rotate_pieces(const Rotary& rotary, const Angles<kWide>& angles,
                                               float (&x)[2 * kWide]) {
-    const auto& [cos, sin] = angles;
     auto rotate = [&](float& a, float& b, int i) {
-        const float first = a, second = b;
-        a = rotated_first(first, second, cos.at[i], sin.at[i]);
-        b = rotated_second(first, second, cos.at[i], sin.at[i]);
+        const float first = a, second = b, cos = angles.cos.at[i], sin = angles.sin.at[i];
+        a = rotated_first(first, second, cos, sin);
+        b = rotated_second(first, second, cos, sin);
     };
     if (rotary.interleaved) {
 #pragma unroll
