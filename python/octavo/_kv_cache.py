@@ -357,7 +357,10 @@ class KVCacheStep:
         """Append the new keys and values to a layer's pages, and attend over them.
 
         ``append_kv``, then ``paged_attention`` with the layer's window. Once for each layer in a step;
-        a second time would write the same slots again.
+        a second time would write the same slots again. On a GPU it makes their promises ``static_tables`` and
+        ``static_past``: arrays other than q, k and v must not be written to by work that may still be under
+        way, such as a kernel that lets the next one start early (programmatic dependent launch). PyTorch's
+        own kernels and CuPy's do not.
 
         Args:
             layer: from 0 to num_layers - 1.
@@ -387,7 +390,7 @@ class KVCacheStep:
             rotary_cos: as for ``append_kv``, as are rotary_sin and rotary_interleaved: the queries and keys
                 are rotated by their positions; q itself stays as it is, unless it is `out`. Default: no
                 rotation.
-            rotary_sin: given together with rotary_cos. On a GPU no work still under way may write to either.
+            rotary_sin: given together with rotary_cos.
             rotary_interleaved: Default: False.
             out: an array for the result; may be q, where values have its head_dim. Default: a new array.
 

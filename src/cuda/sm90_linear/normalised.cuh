@@ -120,7 +120,7 @@ __device__ __forceinline__ void find_norm_factors(const Sm90LinearLaunch& p, int
         own[row] = sum;
         __syncwarp();
         const int4 four = reinterpret_cast<const int4*>(own)[lane % (kXRows / 4)];
-        // In each turn, as many CTAs as there are lanes for get the sums, four at a time.
+        // A lane sends four sums to one CTA at a time.
         for (int32_t to = lane / (kXRows / 4); to < p.splits; to += 32 / (kXRows / 4)) {
             if (to == rank) continue;
             ptx::store_cluster_async(
