@@ -85,6 +85,11 @@ class ServedModel:
         lefts = (layer.window_left for layer in self._layers.all)
         return [None if left < 0 else left for left in lefts]
 
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether its cache can find prefixes again, which takes a layer without a window."""
+        return None in self.windows
+
     def make_graphs(self, wanted: bool | None) -> DecodeGraphs | None:
         """Return what holds the CUDA graphs of a cache's decode steps, or None if there are to be none."""
         device = self._layers.all[0].device
@@ -265,7 +270,7 @@ def _scheduler(
 ) -> Scheduler:
     model = served._model
     if prefix_cache is None:
-        prefix_cache = None in served.windows
+        prefix_cache = served.finds_prefixes
     sizes = {"max_batch": _default_batch(sizes, token_budget), **sizes}
     if stop_tokens is None:
         config = model.generation_config

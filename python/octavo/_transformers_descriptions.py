@@ -18,17 +18,23 @@ from octavo._transformers_refusals import refuse, require_causal
 from octavo._transformers_static import describe_static_mask
 
 
-def make_mask(*, device: torch.device, **description: Any) -> Tensor | Mask:
-    """Return a tensor that has the mask as its octavo_mask.
+def make_mask(
+    *, batch_size: int, q_length: int, kv_length: int, device: torch.device, **description: Any
+) -> Tensor | Mask:
+    """Return a tensor that has the mask as its octavo_mask, and a mask's shape, but says nothing itself.
 
     For a static cache generate() asks for masks and gives them to the model, which passes a tensor of four
     axes on to its layers as it is. Where that cannot be, in a graph or where gradients are computed, layers
     take the mask itself: a checkpointed one would get a copy of the tensor.
     """
-    mask = _describe_mask(device=device, **description)
+    mask = _describe_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, device=device, **description
+    )
+    mask = replace(mask, kv_length=kv_length)
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return mask
-    carrier = torch.empty(1, 1, 1, 1, device=device).as_subclass(Carrier)
+    one = torch.empty(1, 1, 1, 1, device=device)
+    carrier = one.expand(batch_size, 1, q_length, kv_length).as_subclass(Carrier)
     carrier.octavo_mask = mask
     return carrier
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from octavo._transformers_packing import Packing
+from octavo._transformers_refusals import refuse
+
+# What reads a tensor's elements, and makes no other one of them.
+_READING = {"__bool__", "__float__", "__int__", "allclose", "equal", "item", "numpy", "tolist"}
+
+
+def refuse_to_be_read() -> NoReturn:
+    refuse("the model computes with its mask, of which Octavo makes no tensor", instead="eager")
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Mask:
     )
     ranges_keep_window_left: bool = False
     hidden: Tensor | None = None  # bool [batch, keys], where padding lies inside sequences
+    kv_length: int | None = None  # keys that it was made for; None: any number
 
     _elsewhere: dict[torch.device, Mask] = field(default_factory=dict, compare=False, repr=False)
 
@@ -53,6 +62,10 @@ class Mask:
             )
         return self._elsewhere[device]
 
+    def __getitem__(self, _: Any) -> NoReturn:
+        """A model that reads its mask itself, such as one that selects keys by it, finds no tensor here."""
+        refuse_to_be_read()
+
     @property
     def range_arguments(self) -> dict[str, Any]:
         if self.ranges is None:
@@ -62,9 +75,26 @@ class Mask:
 
 
 class Carrier(Tensor):
-    """A tensor with a mask; accelerate sends the keywords of layers to their devices, and would drop it."""
+    """A tensor that has a mask, and nothing in it: attributes and sizes are all that may be asked for.
+
+    accelerate sends the keywords of layers to their devices, and generate() makes masks contiguous: copies
+    would be without the mask.
+    """
 
     octavo_mask: Mask
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call: Any = super().__torch_function__
+        result = call(func, types, args, kwargs)
+        parts = result if isinstance(result, (list, tuple)) else (result,)
+        makes_tensors = any(isinstance(part, Tensor) for part in parts) and func.__name__ != "__get__"
+        if makes_tensors or func.__name__ in _READING:
+            refuse_to_be_read()
+        return result
+
     def to(self, *_: Any, **__: Any) -> Carrier:
+        return self
+
+    def contiguous(self, *_: Any, **__: Any) -> Carrier:
         return self

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, modeling_flash_attention_utils
 import octavo
 import octavo.flash_attn
 from octavo._transformers_layers import look_at_layers, refusal
+from octavo._transformers_refusals import refuse_options
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -283,9 +284,9 @@ def _attention(
         _refuse(f"{name!r} is for continuous batching only; use {min(_names)!r}")
     if cu_seq_lens_q is None or cu_seq_lens_k is None or max_length_k is None:
         _refuse("continuous batching says nothing of the sequences' lengths")
-    for name in ("s_aux", "sinks", "position_bias", "head_mask"):
-        if options.get(name) is not None:
-            _refuse(f"{name} is not supported")
+    if options.get("s_aux") is not None:
+        _refuse("s_aux is not supported")
+    refuse_options(options, _refuse)
     number = int(module.layer_idx)
     known = _caches.setdefault(cache, _Cache())
     known.enter(number, read_index)

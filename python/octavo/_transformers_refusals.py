@@ -11,10 +11,24 @@ from transformers import masking_utils
 
 _ROWS_AT_ONCE = 256  # of a mask that is compared, to bound memory
 _OTHER_MASK = "this mask is neither causal, nor a causal sliding window, nor full"
+_UNSERVED = {  # keywords of attention functions that change what these return
+    "sinks": "sinks",
+    "position_bias": "position_bias",
+    "head_mask": "head_mask",
+    "indices": "sparse attention (indices)",
+    "block_indices": "sparse attention (block_indices)",
+}
 
 
 def refuse(what: str, instead: str = "sdpa") -> NoReturn:
     raise ValueError(f"octavo.transformers: {what}; use another attn_implementation, such as {instead}")
+
+
+def refuse_options(options: dict[str, Any], refuse: Callable[[str], NoReturn] = refuse) -> None:
+    """Refuse the keywords of a layer that have a meaning, and none for Octavo, where they are not None."""
+    for name, what in _UNSERVED.items():
+        if options.get(name) is not None:
+            refuse(f"{what} is not supported")
 
 
 def require_causal(

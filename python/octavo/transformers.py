@@ -10,10 +10,10 @@ static cache. So are sequences packed into a row, whose position_ids begin anew 
 each of them sees itself alone; tokens of images that see each other both ways (Gemma 3, PaliGemma), where a
 mask is not made in a compiled graph; and windows to both sides (ModernBERT). Padding inside a sequence under
 a window takes a copy of queries and keys. What else a model asks for is refused with a ValueError, never
-approximated: other masks, position biases, attention weights. So are models whose attention is their own,
-outside of transformers' AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values may have a head
-dim of their own (DeepSeek-V3). ``generate_batch`` wants the same head dims in all layers, and refuses
-Gemma 4.
+approximated: other masks, position biases, keys that a model selects (DeepSeek-V3.2) or adds to those of its
+mask (DeepSeek-V4), attention weights. So are models whose attention is their own, outside of transformers'
+AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values may have a head dim of their own
+(DeepSeek-V3). ``generate_batch`` wants the same head dims in all layers, and refuses Gemma 4.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
 models' own ``model.generate_batch`` runs on Octavo, too, over the pages of transformers.
@@ -46,9 +46,9 @@ from octavo._transformers_batch import generate_batch, make_scheduler
 from octavo._transformers_descriptions import make_mask
 from octavo._transformers_hiding import hide
 from octavo._transformers_layers import Layers, LayerStep
-from octavo._transformers_mask import Carrier, Mask
+from octavo._transformers_mask import Carrier, Mask, refuse_to_be_read
 from octavo._transformers_packing import given_packing
-from octavo._transformers_refusals import refuse
+from octavo._transformers_refusals import refuse, refuse_options
 from octavo._transformers_static import over_static_cache
 
 __all__ = ["generate_batch", "make_scheduler", "register"]
@@ -131,9 +131,10 @@ def _attention(
     """Attention of one layer: query, key and value are [batch, heads, seqlen, head_dim]."""
     if options.get("output_attentions"):
         refuse("attention weights are never held, and cannot be returned")
-    for name in ("sinks", "position_bias", "head_mask", "cache"):
-        if options.get(name) is not None:
-            refuse(f"{name} is not supported")
+    if options.get("cache") is not None:
+        refuse("cache is not supported")
+    refuse_options(options)
+    query, key, value = _in_autocast(query, key, value)
     scores: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     if s_aux is not None:  # gpt-oss: a sink for each head
         scores["sinks"] = s_aux.to(torch.float32)
@@ -141,6 +142,8 @@ def _attention(
     if isinstance(step, LayerStep):
         return step.attend(module, query, key, value, **scores), None
     if isinstance(attention_mask, Carrier):
+        if not hasattr(attention_mask, "octavo_mask"):
+            refuse_to_be_read()
         attention_mask = attention_mask.octavo_mask
     if isinstance(attention_mask, Tensor):
         refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
@@ -150,6 +153,11 @@ def _attention(
         if sliding_window is not None and not causal:
             refuse("a sliding window is supported in causal attention only")
         mask = Mask(causal, -1 if sliding_window is None else sliding_window - 1)
+    if mask.kv_length is not None and mask.kv_length != key.shape[2]:
+        refuse(
+            f"a layer's keys ({key.shape[2]}) must be those that its mask was made for ({mask.kv_length})",
+            instead="eager",
+        )
     mask = mask.on(query.device)
 
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
@@ -187,3 +195,15 @@ def _attention(
         **arguments,
     )
     return mask.queries.unpack(packed, *q.shape[:2]), None
+
+
+def _in_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype of torch.autocast, where it is on, as torch's attention has them.
+
+    Rotary embeddings leave queries and keys in float32 there, and values come from a product of 16 bits.
+    """
+    device = arrays[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return arrays
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(array if array.dtype == torch.float64 else array.to(dtype) for array in arrays)

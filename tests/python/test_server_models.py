@@ -203,12 +203,15 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small Llama of random weights, with a tokenizer of its own."""
+    return make_model(tmp_path_factory.mktemp("model"), "LlamaConfig")
+
+
+def make_model(path, config, **options):
+    """A small model of random weights, with a tokenizer of its own."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    path = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -219,7 +222,7 @@ def folder(tmp_path_factory):
     fast.chat_template = TEMPLATE
     fast.save_pretrained(path)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, config)(
         vocab_size=len(fast),
         hidden_size=64,
         intermediate_size=128,
@@ -230,8 +233,9 @@ def folder(tmp_path_factory):
         initializer_range=0.3,
         eos_token_id=fast.eos_token_id,
         bos_token_id=None,
+        **options,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 
@@ -282,6 +286,11 @@ def of_transformers(folder):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_model_of_transformers_says_what_generate_says(of_transformers, folder, text):
+    check_answers(of_transformers, folder, text)
+
+
+def check_answers(server, folder, text):
+    """Those of a model's own generate()."""
     import torch
     import transformers
 
@@ -298,11 +307,20 @@ def test_a_model_of_transformers_says_what_generate_says(of_transformers, folder
         ids = torch.tensor([prompt])
         made = model.generate(ids, do_sample=False, max_new_tokens=20, attention_mask=torch.ones_like(ids))
         tokens = made[0, len(prompt) :].tolist()
-        choice = say(of_transformers, {**body, "temperature": 0, "max_tokens": 20}, path)
+        choice = say(server, {**body, "temperature": 0, "max_tokens": 20}, path)
         actual = choice["text"] if "text" in choice else choice["message"]["content"]
         assert actual == tokenizer.decode(tokens, skip_special_tokens=True)
         ended = tokens[-1] == tokenizer.eos_token_id
         assert choice["finish_reason"] == ("stop" if ended else "length")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--no-prefix-cache",)])
+def test_a_model_whose_layers_all_have_windows(tmp_path, arguments):
+    """There are no prefixes to find, whatever the arguments say."""
+    folder = make_model(tmp_path, "MistralConfig", sliding_window=8)
+    with serve("--num-pages", "128", "--page-size", "4", *arguments, model=str(folder)) as server:
+        check_answers(server, folder, TEXTS[1])
+        check_answers(server, folder, TEXTS[1])
 
 
 def test_messages_that_the_template_refuses(of_transformers):

@@ -55,6 +55,36 @@ if hasattr(transformers, "Gemma4TextConfig"):
     )
 
 
+INDEXER = {"index_n_heads": 2, "index_head_dim": 16}
+SPARSE = {  # each query sees the keys, or the blocks of keys, that an indexer selects
+    "DeepseekV32Config": {**DEEPSEEK_V3, **INDEXER, "index_topk": 4},
+    "GlmMoeDsaConfig": {**DEEPSEEK_V3, **INDEXER, "index_topk": 4},
+    "MiniMaxM3VLTextConfig": {
+        **INDEXER,
+        "layer_types": ["minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 1,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rotary_dim": 8,
+    },
+}
+DEEPSEEK_V4 = {
+    **INDEXER,
+    "num_key_value_heads": 1,
+    "q_lora_rank": 24,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["moe"] * 2,
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_topk": 4,
+    "sliding_window": WINDOW,
+}
+
 MORE = ["qwen2", "qwen3", "gemma3", "gpt2"]  # of support/tiny_models.py, whose texts are compared
 COMMON = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -97,6 +127,13 @@ def tiny_llama(**options):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES, **options)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="octavo").eval()
+
+
+def tiny(config, sizes, **options):
+    """A model of a config that versions of transformers before some 5.x do not have."""
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**SIZES, **sizes}, initializer_range=0.3)
+    return transformers.AutoModelForCausalLM.from_config(made, **options).eval()
 
 
 def tokens(batch, length):
@@ -356,6 +393,96 @@ def test_what_cannot_be_mapped_is_refused():
             None,
             and_mask_function=lambda b, h, q, k: k != 3,
         )
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE if hasattr(transformers, name)])
+def test_sparse_attention_is_refused(name, calls):
+    """transformers hands the selection to attention that is neither eager nor sdpa."""
+    model = tiny(name, SPARSE[name], attn_implementation="octavo")
+    message = r"sparse attention \(block_indices\) is not supported|the model computes with its mask"
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
+            model(tokens(2, 17))
+    assert not calls
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV4Config"), reason="this transformers has none")
+def test_keys_that_a_model_appends_are_refused():
+    """DeepSeek-V4 appends compressed keys, and to a mask of tensors what queries see of them."""
+    model = tiny("DeepseekV4Config", DEEPSEEK_V4, attn_implementation="octavo")
+    with pytest.raises(
+        ValueError, match=r"a layer's keys \(21\) must be those that its mask was made for \(17\)"
+    ):
+        model(tokens(2, 17))
+    with torch.no_grad(), pytest.raises(ValueError, match="the model computes with its mask"):
+        model(tokens(2, 17))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mask_is_for_the_keys_that_it_was_made_for(grad):
+    model = tiny_llama()
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["octavo"]
+    layer, (q, k) = model.model.layers[0].self_attn, torch.randn(2, 2, 4, 7, 16)
+    with torch.set_grad_enabled(grad):
+        mask = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 7, 64), None, None)
+        harmless = {"position_ids": torch.arange(7)[None], "use_cache": False, "deterministic": True}
+        out, _ = attend(layer, q, k, k, mask, indices=None, block_indices=None, **harmless)
+        assert out.shape == (2, 7, 4, 16)
+        for name in ("indices", "block_indices"):
+            with pytest.raises(ValueError, match=rf"sparse attention \({name}\) is not supported"):
+                attend(layer, q, k, k, mask, **{name: torch.zeros(2, 7, 1)})
+        for length in (6, 9):
+            keys = k[:, :, torch.arange(length) % 7]
+            message = rf"a layer's keys \({length}\) must be those that its mask was made for \(7\)"
+            with pytest.raises(ValueError, match=message):
+                attend(layer, q, keys, keys, mask)
+
+
+@torch.no_grad()
+def test_a_mask_is_no_tensor_to_compute_with():
+    """It has the shape of one. Cut, joined or copied it would be without what it stands for."""
+    model = tiny_llama()
+    mask = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 7, 64), None, None)
+    assert mask.shape == mask.size() == (2, 1, 7, 7) and mask.ndim == 4 and mask.device.type == "cpu"
+    assert mask.to("cpu", torch.float16) is mask.contiguous() is mask and "Carrier" in repr(mask)
+    for compute in (
+        lambda: mask[:, :, :, :7],
+        lambda: torch.cat([mask, mask], -1),
+        lambda: torch.nn.functional.pad(mask, (0, 2)),
+        lambda: torch.zeros(2, 4, 7, 7) + mask,
+        lambda: torch.zeros(2, 4, 7, 7).masked_fill(mask == 0.0, -1.0),
+        lambda: mask.split(1),
+        lambda: mask.clone(),
+        lambda: mask.tolist(),
+    ):
+        with pytest.raises(ValueError, match="the model computes with its mask"):
+            compute()
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["octavo"]
+    array = torch.zeros(2, 4, 7, 16)
+    with pytest.raises(ValueError, match="the model computes with its mask"):
+        attend(model.model.layers[0].self_attn, array, array, array, mask.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@torch.no_grad()
+def test_autocast(name, dtype, calls):
+    """Rotary embeddings leave queries and keys in float32 there, beside values of 16 bits."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids, mask = tokens(3, 13), torch.ones(3, 13, dtype=torch.long)
+    mask[1, :4], mask[2, 5:7] = 0, int(name == "gemma2")
+    results = [model(ids, attention_mask=mask).logits]
+    with torch.autocast("cpu", dtype):
+        for implementation in ("eager", "octavo"):
+            model.set_attn_implementation(implementation)
+            results.append(model(ids, attention_mask=mask).logits.float())
+        for cache in (None, "static"):
+            model.generate(ids[:1], max_new_tokens=3, cache_implementation=cache, disable_compile=True)
+    exact, expected, actual = (logits[mask == 1] for logits in results)
+    assert (actual - exact).norm() <= 1.5 * (expected - exact).norm()
+    assert len(calls) >= 2 * SIZES["num_hidden_layers"]
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -243,6 +243,18 @@ def test_what_cannot_be_served_is_refused_before_a_request(make, message):
     assert model.config._attn_implementation == "octavo"
 
 
+@pytest.mark.parametrize(
+    ("name", "what"), [("block_indices", r"sparse attention \(block_indices\)"), ("s_aux", "s_aux")]
+)
+def test_keywords_that_would_change_the_result_are_refused(name, what):
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["octavo_paged_flash_2"]
+    array = torch.zeros(1, 2, 3, 16)
+    of_batch = {"cache": object(), "read_index": [], "write_index": [], "cu_seq_lens_q": array}
+    of_batch |= {"cu_seq_lens_k": {}, "max_length_k": {}}
+    with pytest.raises(ValueError, match=f"octavo.transformers: {what} is not supported"):
+        attend(torch.nn.Identity(), array, array, array, None, **of_batch, **{name: array})
+
+
 def test_bloom_is_refused_by_name():
     model = make_model("bloom")
     with pytest.raises(ValueError, match="BloomForCausalLM does not call transformers' AttentionInterface"):

@@ -90,6 +90,23 @@ def test_gradients_equal_eager(name, padding):
     assert len(sinks) == 2 * (name == "gpt_oss") and all(bool((x != 0).all()) for x in sinks)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
+def test_gradients_under_autocast(name):
+    """Weights of float32, products of 16 bits, queries and keys that rotary embeddings leave in float32."""
+    model = make(CONFIGS[name](), "eager")
+
+    def run(*args, **options):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*args, **options)
+
+    exact, expected = gradients(model), gradients(model, run=run)
+    model.set_attn_implementation("octavo")
+    actual = gradients(model, run=run)
+    for parameter, gradient in exact.items():
+        error, of_eager = ((x[parameter] - gradient).norm() for x in (actual, expected))
+        assert error <= 2 * of_eager + 0.01 * gradient.norm(), parameter
+
+
 @pytest.mark.gpu
 def test_gradients_equal_eager_on_a_gpu():
     model = make(CONFIGS["llama"]()).to("cuda", torch.bfloat16)

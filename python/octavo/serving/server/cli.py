@@ -125,7 +125,7 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
         max_batch=args.max_batch,
         max_tokens=args.token_budget,
         max_length=min(limits, default=None),
-        prefix_cache=not args.no_prefix_cache,
+        prefix_cache=model.finds_prefixes and not args.no_prefix_cache,
         **({} if args.kv_dtype is None else {"dtype": args.kv_dtype}),
     )
     scheduler = Scheduler(

@@ -32,6 +32,7 @@ class Model:
             steps, so that `forward` may meet arrays with more rows than there are tokens. None: to none.
         max_token_bytes: of the text of a token, in UTF-8, or more. Texts that have more bytes than max_length
             such tokens are refused before they are encoded, which would take long. None: no text is.
+        finds_prefixes: whether make_cache takes prefix_cache=True: where some layer has no window.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Model:
     stop_tokens: frozenset[int] = frozenset()
     max_token_bytes: int | None = None
     decode_batches: Callable[[int], Iterable[int]] | None = None
+    finds_prefixes: bool = True
 
 
 def load(
@@ -179,6 +181,7 @@ def _load_transformers(name: str, device: str, dtype: str | None, cuda_graphs: b
         stop_tokens=frozenset(stop_tokens | {tokenizer.eos_token_id} - {None}),
         max_token_bytes=max_token_bytes(tokenizer.get_vocab()),
         decode_batches=None if graphs is None else decode_batches,
+        finds_prefixes=served.finds_prefixes,
     )
 
 
