@@ -192,10 +192,11 @@ class PageAllocator {
     // OutOfPages::indices says which sequences did not fit: those that found too few pages when every one
     // before them that fits had got its own. The arrays are then as they were, too.
     //
-    // `tokens` are the new tokens, packed, for the prefix cache; their keys and values are to be in the pages
-    // before the next step() or free(). A full page whose tokens are all known is stored in the cache at the
-    // next call that could find or lose it, but not by one that only looks (cache_stats, take_events); if the
-    // cache has the same page already, the sequence takes that one and gives its own back.
+    // `tokens` are the new tokens, packed, for the prefix cache. A full page whose tokens are all known is
+    // stored in the cache at the next call that could find or lose it: step(), extend(), try_extend(),
+    // create(tokens), pin() or num_cached_tokens(), or fork(), reorder(), preempt() or free() of its
+    // sequence. By then its keys and values are to be in the page, or truncate() has dropped it. If the cache
+    // has the same page already, the sequence takes that one and gives its own back.
     void step(const Sequence* sequences, const int32_t* num_new_tokens, int64_t count, StepArrays& arrays,
               const int32_t* tokens = nullptr);
 

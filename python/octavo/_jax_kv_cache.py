@@ -112,16 +112,21 @@ class KVCache(KVSequences):
         """Begin a step of generation: ``octavo.KVCache.step``, with its arguments and errors.
 
         Where a page has to be copied first, a program of its own gives up ``pages`` and replaces them.
+        KeyboardInterrupt in the midst of that loses them, as in any program that gives them up.
         """
         if not self.prefix_cache:
             tokens = None
         self._make_copies(self._late_copies)
         self._late_copies = []
-        counts = self._host.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
+        self._host.begin()
         try:
-            return self._make_step(counts)
+            return self._make_step(
+                self._host.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
+            )
         except BaseException:
-            self._late_copies = self._host.undo(self.allocator, seqs, counts)
+            copies = self._host.undo(self.allocator, seqs)
+            if copies is not None:
+                self._late_copies = copies
             raise
 
     def _make_step(self, counts: StepCounts) -> KVCacheStep:

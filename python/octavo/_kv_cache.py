@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo._cache import PagedCache, library_of
@@ -139,15 +139,15 @@ class KVCache(KVSequences):
 
         Pages that are written and shared are copied in all layers (copy-on-write). With a prefix cache, where
         a layer of the step fails so that keys and values of `tokens` are not written, ``truncate`` the
-        sequences before the next ``step``, ``free``, ``fork`` or ``stats``: or pages are found that were
-        never written.
+        sequences before the next ``step``, ``create`` with tokens, ``fork``, ``reorder``, ``preempt`` or
+        ``free``, which store full pages: or pages are found that were never written.
 
         Args:
             seqs: handles, at most max_batch; none may come twice.
             num_new_tokens: an int for all of them, or one for each, at least 0; at most max_tokens together.
                 Default: 1.
-            tokens: the new tokens of all sequences, one after the other, for the prefix cache: their pages
-                are found from the next step on. Without a prefix cache they are not used. Default: none, and
+            tokens: the new tokens of all sequences, one after the other, for the prefix cache: their full
+                pages are found by ``create``. Without a prefix cache they are not used. Default: none, and
                 these sequences are not found from there on.
             pad_batch: rows of the step's arrays, at least as many as sequences; those left over are padding,
                 with length 0. A CUDA graph captured so serves every smaller batch. Default: no padding.
@@ -172,16 +172,20 @@ class KVCache(KVSequences):
             tokens = None
         if self._late_copies:
             self._make_late_copies()
-        counts = self._numbers.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
-        self._step_number += 1
+        host = self._numbers.begin()
         try:
+            counts = host.write(self.allocator, seqs, num_new_tokens, tokens, pad_batch, pad_tokens)
+            self._step_number += 1
             self._numbers.send(counts)
             if any(counts.num_copies):
                 layout, numbers = self._numbers.layout, self._numbers.numbers
                 self._copy([layout.copies(numbers, group, n) for group, n in enumerate(counts.num_copies)])
             return KVCacheStep(self, counts, self._views_of(counts.rows))
         except BaseException:
-            self._late_copies = self._numbers.undo(self.allocator, seqs, counts)
+            copies = host.undo(self.allocator, seqs)
+            if copies is not None:
+                self._late_copies = copies
+                self._step_number += 1
             raise
 
     def _copy(self, copies: Sequence[Any]) -> None:
@@ -221,12 +225,11 @@ class KVCache(KVSequences):
             octavo.InvalidSequence: one of seqs is no live sequence.
             ValueError: one that is preempted already.
 
-        In each case everything is as before. Where the copies themselves raise, the sequences are freed.
+        In each case everything is as before. Any other exception, such as one of the array library or
+        KeyboardInterrupt, leaves the sequences where they were, or moved, or, if it comes while pages are
+        copied, freed.
         """
-        seqs = list(seqs)
-        self._make_late_copies()
-        transfer, copies = self.allocator.preempt(seqs)
-        self._transfer(seqs, transfer, copies, self.layers, self._host_layers)
+        self._transfer(self.allocator.preempt, list(seqs), self.layers, self._host_layers)
 
     def resume(self, seqs: Iterable[int]) -> None:
         """Bring preempted sequences back: ``PageAllocator.resume``.
@@ -238,37 +241,50 @@ class KVCache(KVSequences):
             octavo.InvalidSequence: one of seqs is no live sequence.
             ValueError: one that is not preempted.
 
-        In each case everything is as before. Where the copies themselves raise, the sequences are freed.
+        In each case everything is as before. Any other exception, such as one of the array library or
+        KeyboardInterrupt, leaves the sequences where they were, or moved, or, if it comes while pages are
+        copied, freed.
         """
-        seqs = list(seqs)
-        self._make_late_copies()
-        transfer, copies = self.allocator.resume(seqs)
-        self._transfer(seqs, transfer, copies, self._host_layers, self.layers)
+        self._transfer(self.allocator.resume, list(seqs), self._host_layers, self.layers)
 
     def _transfer(
         self,
+        begin: Callable[[list[int]], tuple[int, NDArray[np.int32] | list[NDArray[np.int32]]]],
         seqs: list[int],
-        transfer: int,
-        copies: NDArray[np.int32] | list[NDArray[np.int32]],
         source: Sequence[PagedCache],
         target: Sequence[PagedCache],
     ) -> None:
+        self._make_late_copies()
+        # An interrupt right after `begin` takes along what that returns. Transfers are numbered one after the
+        # other, so that an empty one tells the number of the next.
+        empty, _ = self.allocator.resume([])
+        self.allocator.confirm(empty)
+        transfer = empty + 1
         try:
+            _, copies = begin(seqs)
             of_groups = copies if isinstance(copies, list) else [copies]
             for group, of_group in enumerate(of_groups):
                 if len(of_group):
                     on_device = self._memory.to_device(of_group)
                     for layer in self._groups[group].layers:
                         copy_pages(copies=on_device, **source[layer].arrays, **target[layer].to_arrays)
-        except BaseException:
+            # Whatever takes these pages from here on is queued behind the copies.
             self.allocator.confirm(transfer)
-            for seq in set(seqs):
-                if target is self.layers:
-                    self.allocator.truncate(seq, 0)  # or the prefix cache would find what was not copied
-                self.allocator.free(seq)
+        except BaseException:
+            if self._was_under_way(transfer):
+                for seq in seqs:
+                    if target is self.layers:
+                        self.allocator.truncate(seq, 0)  # or the prefix cache would find what was not copied
+                    self.allocator.free(seq)
             raise
-        # Whatever takes these pages from here on is queued behind the copies.
-        self.allocator.confirm(transfer)
+
+    def _was_under_way(self, transfer: int) -> bool:
+        """Whether there was a transfer to confirm. Not where it never began, nor where it is confirmed."""
+        try:
+            self.allocator.confirm(transfer)
+        except ValueError:
+            return False
+        return True
 
 
 class _Views(NamedTuple):
@@ -435,7 +451,8 @@ class KVCacheStep:
                 **others,
             )
         else:
-            out = q = append_kv(  # rotated, and read for the last time by what writes over them
+            is_like_q = cache.head_dim_v == cache.head_dim  # the result
+            q = append_kv(
                 k,
                 v,
                 k_pages,
@@ -447,10 +464,12 @@ class KVCacheStep:
                 rotary_sin=rotary_sin,
                 rotary_interleaved=rotary_interleaved,
                 q=q,
-                q_out=out,
+                q_out=out if is_like_q else None,
                 static_tables=True,
                 **others,
             )
+            if is_like_q:
+                out = q  # rotated, and read for the last time by what writes over them
         return paged_attention(
             q,
             k_pages,

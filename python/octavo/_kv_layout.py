@@ -35,16 +35,20 @@ def group_layers(num_layers: int, windows: Sequence[int | None] | None) -> list[
     ]
 
 
-def most_pages_of_window(window_left: int, page_size: int, max_batch: int, max_tokens: int) -> int | None:
+def most_pages_of_window(
+    window_left: int, page_size: int, max_batch: int, max_tokens: int, prefix_cache: bool
+) -> int | None:
     """What max_batch sequences need at most in layers with that window, all in every step; None without one.
 
     A sequence holds the window before its newest tokens, and these: when it grows, pages behind the window
     are returned before new ones are taken. All that begins and ends anywhere in a page, which makes two pages
-    more for each sequence.
+    more for each sequence. With a prefix cache, the page that it fills may be one that the cache has: then it
+    takes a copy, and the page itself is kept until the copy is made.
     """
     if window_left < 0:
         return None
-    return max_batch * (-(-window_left // page_size) + 2) + -(-max_tokens // page_size)
+    of_sequence = -(-window_left // page_size) + (3 if prefix_cache else 2)
+    return max_batch * of_sequence + -(-max_tokens // page_size)
 
 
 def pages_within(memory: int, page_bytes: Sequence[int], most: Sequence[int | None]) -> int:

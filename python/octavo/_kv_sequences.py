@@ -66,7 +66,7 @@ class KVSequences:
         )
         """In all layers, scales counted."""
         most = [
-            most_pages_of_window(group.window_left, page_size, max_batch, max_tokens)
+            most_pages_of_window(group.window_left, page_size, max_batch, max_tokens, prefix_cache)
             for group in self._groups
         ]
         page_bytes = [self.bytes_per_token // num_layers * page_size * len(x.layers) for x in self._groups]
@@ -125,7 +125,8 @@ class KVSequences:
 
         Args:
             tokens: of a prompt: a list, or an int32 array in CPU memory. Default: none.
-            namespace: tokens are found only where they were stored under the same one. Default: "".
+            namespace: tokens are found only where they were stored under the same one, and those that the
+                sequence gets are stored under it. Default: "".
 
         Returns:
             seq: the handle. ``length(seq)`` says how many tokens were found; none without a prefix cache.
@@ -133,9 +134,9 @@ class KVSequences:
         Raises:
             TypeError, ValueError: tokens or a namespace of another kind.
         """
-        if tokens is None or not self.prefix_cache:
+        if not self.prefix_cache or (tokens is None and not namespace):
             return self.allocator.create()
-        return self.allocator.create(tokens, namespace=namespace)
+        return self.allocator.create([] if tokens is None else tokens, namespace=namespace)
 
     def length(self, seq: int) -> int:
         """The number of tokens of a sequence. Raises octavo.InvalidSequence."""

@@ -32,6 +32,11 @@ class StepLayout(NamedTuple):
     num_groups: int
 
     @property
+    def max_rows_of_tokens(self) -> int:
+        """With padding: a batch of single tokens has a row for each row of its arrays."""
+        return max(self.max_tokens, self.max_batch)
+
+    @property
     def size(self) -> int:
         return self._begin_of_table(self.num_groups)
 
@@ -55,7 +60,7 @@ class StepLayout(NamedTuple):
         return numbers[begin : begin + num_tokens]
 
     def copies(self, numbers: Any, group: int, num_copies: int) -> Any:
-        begin = 3 * self._rows + _aligned(self.max_tokens) + group * 2 * self._rows
+        begin = 3 * self._rows + _aligned(self.max_rows_of_tokens) + group * 2 * self._rows
         return numbers[begin : begin + 2 * num_copies].reshape(num_copies, 2)
 
     def page_table(self, numbers: Any, group: int, rows: int) -> Any:
@@ -67,7 +72,7 @@ class StepLayout(NamedTuple):
         return _aligned(self.max_batch + 1)
 
     def _begin_of_table(self, group: int) -> int:
-        others = (3 + 2 * self.num_groups) * self._rows + _aligned(self.max_tokens)
+        others = (3 + 2 * self.num_groups) * self._rows + _aligned(self.max_rows_of_tokens)
         return others + group * _aligned(self.max_batch * self.max_pages)
 
 
@@ -112,6 +117,12 @@ class HostStep:
             positions=layout.positions(numbers, layout.max_tokens),
             last_rows=layout.last_rows(numbers, rows),
         )
+        self._first = layout.cu_seqlens_q(numbers, 0).data  # [1], which is 0 in every step
+        self._is_marked = False
+
+    def begin(self) -> None:
+        """To be called before ``write``: what comes from here on, ``undo`` can take back."""
+        self._is_marked = False
 
     def write(
         self,
@@ -134,29 +145,38 @@ class HostStep:
         rows = _padded("pad_batch", pad_batch, batch, self._layout.max_batch)
         one_each = longest == 1 and total == batch
         num_rows_of_tokens = _padded(
-            "pad_tokens", pad_tokens, rows if one_each else total, self._layout.max_tokens
+            "pad_tokens", pad_tokens, rows if one_each else total, self._layout.max_rows_of_tokens
         )
+        # The allocator writes a 0 over it when it makes the step. An interrupt may come right before its call
+        # or right after it, and undo() has nothing else to tell by.
+        self._first[0] = -1
+        self._is_marked = True
         num_copies = allocator.step(seqs, num_new_tokens, self._arrays, tokens)
         assert isinstance(num_copies, tuple)  # since page_table was given as a list
         return StepCounts(batch, total, longest, rows, num_rows_of_tokens, num_copies)
 
-    def undo(
-        self, allocator: PageAllocator, seqs: Sequence[int], counts: StepCounts
-    ) -> list[NDArray[np.int32]]:
-        """Take the new tokens of a step back; return its copies, for each group or none at all.
+    def undo(self, allocator: PageAllocator, seqs: Sequence[int]) -> list[NDArray[np.int32]] | None:
+        """Take the new tokens back, wherever ``write`` or what followed it has raised.
 
-        They have to be made later: the allocator counts them as made, and a sequence keeps the page that was
-        to be its own.
+        Returns:
+            The copies of the step, for each group or none at all. They have to be made later: the allocator
+            counts them as made, and a sequence keeps the page that was to be its own. None where there was
+            no step yet: then everything is as before.
         """
-        new = np.diff(self._layout.cu_seqlens_q(self.numbers, counts.batch))
-        before = self._layout.seq_lens(self.numbers, counts.batch) - new
+        is_made = self._is_marked and self._first[0] == 0
+        self._first[0] = 0
+        if not is_made:
+            return None
+        batch = len(seqs)
+        new = np.diff(self._layout.cu_seqlens_q(self.numbers, batch))
+        before = self._layout.seq_lens(self.numbers, batch) - new
         for seq, length in zip(seqs, before.tolist(), strict=True):
             allocator.truncate(seq, length)
-        if not any(counts.num_copies):
+        num_copies = self._arrays.num_copies
+        assert isinstance(num_copies, tuple)
+        if not any(num_copies):
             return []
-        return [
-            self._layout.copies(self.numbers, group, n).copy() for group, n in enumerate(counts.num_copies)
-        ]
+        return [self._layout.copies(self.numbers, group, n).copy() for group, n in enumerate(num_copies)]
 
 
 class DeviceStep:
@@ -167,26 +187,22 @@ class DeviceStep:
         self._memory = memory
         self._staging = memory.staging(layout.size)
         self._hosts = [HostStep(layout, x.host) for x in self._staging]
-        self._turn = 0
+        self._turn = 0  # of the last step that was sent
+        self._next = 0  # of the one that has begun
         self.numbers = self._staging[0].device
 
-    def write(self, *arguments: Any) -> StepCounts:
-        """Write a step on the host."""
-        turn = (self._turn + 1) % len(self._hosts)
-        self._memory.wait(turn)
-        counts = self._hosts[turn].write(*arguments)
-        self._turn = turn
-        return counts
+    def begin(self) -> HostStep:
+        """Begin a step on the host, where no transfer reads its numbers any more."""
+        self._next = (self._turn + 1) % len(self._hosts)
+        self._memory.wait(self._next)
+        host = self._hosts[self._next]
+        host.begin()
+        return host
 
     def send(self, counts: StepCounts) -> None:
-        """Queue the transfer of the step that was written last."""
+        """Queue the transfer of the step that has begun, once it is written."""
+        self._turn = self._next
         self._staging[self._turn].send(self.layout.used(counts.rows))
-
-    def undo(
-        self, allocator: PageAllocator, seqs: Sequence[int], counts: StepCounts
-    ) -> list[NDArray[np.int32]]:
-        """``HostStep.undo`` of the step that was written last."""
-        return self._hosts[self._turn].undo(allocator, seqs, counts)
 
     def check_ranges(
         self, ranges: Any, seq_lens: Any, cu_seqlens_q: Any, layer: int, window_left: int

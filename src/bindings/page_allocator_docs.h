@@ -130,10 +130,11 @@ Args:
     num_new_tokens: an int for all of them, or one for each, at least 0: a list, or an int32 array.
     arrays: StepArrays.
     tokens: the new tokens of all sequences, one after the other: an int32 array, or any iterable of ints. With
-        them, a full page is found by create(tokens) from the next call on; its keys and values have to be in
-        the caller's arrays before the next step() or free(). (To drop what was never written, truncate().) If
-        the cache has an equal page by then, the sequence takes that one in exchange for its own. A sequence
-        that grew without tokens is not stored from there on.
+        them, a full page is found by create(tokens). Its keys and values have to be in the caller's arrays
+        before the next call that stores it: step(), extend(), try_extend(), create(tokens), pin() or
+        num_cached_tokens(), or fork(), reorder(), preempt() or free() of its sequence. (To drop what was never
+        written, truncate().) If the cache has an equal page by then, the sequence takes that one in exchange
+        for its own. A sequence that grew without tokens is not stored from there on.
 
 Returns:
     The number of copies written: an int, or a tuple of one for each group where page_table was given as a

@@ -243,6 +243,35 @@ def test_rotary_embedding(on_cpu: ArrayLibrary, interleaved: bool, has_out: bool
     np.testing.assert_allclose(on_cpu.to_numpy(out), expected.out, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim_v", [8, 24])
+@pytest.mark.parametrize("has_out", [False, True])
+def test_rotary_embedding_with_another_head_dim_of_values(
+    on_cpu: ArrayLibrary, head_dim_v: int, has_out: bool
+) -> None:
+    """Rotated queries have not the shape of the result, and get memory of their own."""
+    cache = make_cache(on_cpu, head_dim_v=head_dim_v)
+    shape = (32, 4, NUM_KV_HEADS, HEAD_DIM, "float32")
+    other = octavo.empty_cache(*shape, like=on_cpu.float32([]), head_dim_v=head_dim_v).arguments
+    angles = np.arange(32)[:, None] / 100.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    rotary = {"rotary_cos": on_cpu.float32(np.cos(angles)), "rotary_sin": on_cpu.float32(np.sin(angles))}
+    seq = cache.create()
+    for count in (5, 1):
+        step = cache.step([seq], count)
+        q, k, _ = random_tokens(on_cpu, count)
+        v = on_cpu.float32(np.random.default_rng(count).standard_normal((count, NUM_KV_HEADS, head_dim_v)))
+        before = on_cpu.to_numpy(q)
+        given = on_cpu.float32(np.zeros((count, NUM_Q_HEADS, head_dim_v))) if has_out else None
+        out = step.attend(0, q, k, v, out=given, **rotary)
+        assert given is None or out is given
+        np.testing.assert_array_equal(on_cpu.to_numpy(q), before)
+        page_table, seq_lens = (on_cpu.int32(x) for x in cache.allocator.page_table([seq]))
+        of_step = {"page_table": page_table, "seq_lens": seq_lens, **other}
+        cu_seqlens = on_cpu.int32([0, count])
+        rotated = octavo.append_kv(k, v, cu_seqlens=cu_seqlens, q=q, **rotary, **of_step)
+        expected = octavo.paged_attention(rotated, cu_seqlens_q=cu_seqlens, **of_step)
+        np.testing.assert_array_equal(on_cpu.to_numpy(out), on_cpu.to_numpy(expected))
+
+
 def test_a_prompt_is_found_again(on_cpu: ArrayLibrary) -> None:
     cache = make_cache(on_cpu, prefix_cache=True)
     prompt = list(range(11))
@@ -260,6 +289,17 @@ def test_a_prompt_is_found_again(on_cpu: ArrayLibrary) -> None:
     tail = step.attend(0, q[8:], k[8:], v[8:])
     np.testing.assert_allclose(on_cpu.to_numpy(tail), on_cpu.to_numpy(out)[8:], rtol=1e-4, atol=1e-6)
     assert cache.stats()["num_hit_tokens"] == 15
+
+
+def test_an_empty_sequence_has_its_namespace() -> None:
+    cache = make_cache(prefix_cache=True)
+    prompt = list(range(8))
+    for namespace in ("tenant", b"bytes"):
+        seq = cache.create(namespace=namespace)
+        cache.step([seq], 8, prompt)
+        cache.free(seq)
+        assert cache.length(cache.create(prompt, namespace)) == 7
+    assert cache.length(cache.create(prompt)) == 0
 
 
 def test_tokens_need_no_prefix_cache() -> None:
@@ -283,6 +323,19 @@ def test_padding_of_the_batch(on_cpu: ArrayLibrary) -> None:
     assert (step.batch, step.num_tokens) == (2, 2)
     assert on_cpu.to_numpy(step.seq_lens).tolist() == [6, 6, 0, 0]
     assert on_cpu.to_numpy(step.positions).tolist() == [5, 5, 0, 0]
+
+
+@pytest.mark.parametrize("pad_tokens", [None, 128])
+def test_padding_of_a_batch_beyond_the_tokens_of_a_step(on_cpu: ArrayLibrary, pad_tokens: int | None) -> None:
+    cache = make_cache(on_cpu, num_pages=64, max_batch=128, max_tokens=64)
+    seq = cache.create()
+    cache.step([seq], 6)
+    seqs = [seq, *cache.fork(seq, 19)]
+    cache.step(seqs)  # with 19 copies
+    step = cache.step(seqs[:10], pad_batch=128, pad_tokens=pad_tokens)
+    assert on_cpu.to_numpy(step.positions).tolist() == [7] * 10 + [0] * 118
+    with pytest.raises(ValueError, match=r"^step: there are 65 new tokens, .* max_tokens \(64\) rows"):
+        cache.step(seqs[:1], 65, pad_tokens=pad_tokens)
 
 
 def test_padding_of_the_tokens(on_cpu: ArrayLibrary) -> None:
@@ -363,6 +416,27 @@ def test_a_window_has_the_pages_that_a_full_batch_needs(window: int, page_size: 
     for i in range(60):
         counts = [21 if j == i % 4 else 1 for j in range(4)] if i % 2 else rng.multinomial(24, [0.25] * 4)
         cache.step(seqs, list(map(int, counts)))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [0, 1, 7, 8, 16])
+def test_a_window_has_the_pages_that_a_batch_of_found_prompts_needs(window: int, page_size: int) -> None:
+    """Each writes to a page that the prefix cache has, which is kept until it is copied."""
+    length = (-(-window // page_size) + 2) * page_size
+    prompts = [[10 * i + j % 10 for j in range(length)] for i in range(4)]
+    for found in range(length - page_size, length):
+        for counts in ([1] * 4, [2] * 4, [5, 1, 1, 1]):
+            options = {"num_pages": 2000, "windows": [None, window], "max_tokens": 8, "page_size": page_size}
+            cache = make_cache(prefix_cache=True, **options)
+            for prompt in prompts:
+                seq = cache.create()
+                for begin in range(0, length, 8):
+                    part = prompt[begin : begin + 8]
+                    cache.step([seq], len(part), part)
+                cache.free(seq)
+            seqs = [cache.create([*prompt[:found], 99]) for prompt in prompts]
+            assert [cache.length(seq) for seq in seqs] == [found] * 4
+            cache.step(seqs, counts)
 
 
 def test_memory_is_used_up_to_a_page() -> None:

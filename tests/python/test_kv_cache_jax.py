@@ -152,6 +152,16 @@ def test_padded_batches_share_a_program() -> None:
     assert forward._cache_size() == 1
 
 
+def test_padding_of_a_batch_beyond_the_tokens_of_a_step() -> None:
+    cache, _ = make_caches(max_batch=128, max_tokens=64)
+    seq = cache.create()
+    cache.step([seq], 6)
+    seqs = [seq, *cache.fork(seq, 19)]
+    cache.step(seqs)  # with 19 copies
+    step = cache.step(seqs[:10], pad_batch=128)
+    assert np.asarray(step.positions).tolist() == [7] * 10 + [0] * 118
+
+
 def test_padded_prompts_share_a_program() -> None:
     ours, other = make_caches()
     forward = make_program()
@@ -188,9 +198,13 @@ def test_a_prompt_is_found_again() -> None:
     assert cache.length(cache.create(prompt)) == 8
 
 
-@pytest.mark.parametrize("where", ["_copy_pages", "_Shapes"])
+@pytest.mark.parametrize("where", ["step", "_copy_pages", "_Shapes"])
 def test_a_step_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    make_step = octavo.PageAllocator.step
+
     def fail(*args: Any) -> None:
+        if where == "step":
+            make_step(*args)
         raise KeyboardInterrupt
 
     ours, other = make_caches()
@@ -200,7 +214,7 @@ def test_a_step_that_raises_is_taken_back(monkeypatch: pytest.MonkeyPatch, where
         if counts == [5, 6]:
             seqs, others = (x + cache.fork(x[0]) for x, cache in ((seqs, ours), (others, other)))
             with monkeypatch.context() as patch:
-                patch.setattr(octavo._jax_kv_cache, where, fail)
+                patch.setattr(octavo.PageAllocator if where == "step" else octavo._jax_kv_cache, where, fail)
                 with pytest.raises(KeyboardInterrupt):
                     ours.step(seqs, counts)
             assert [ours.length(seq) for seq in seqs] == [6, 6]

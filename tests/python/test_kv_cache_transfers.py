@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import octavo
-from octavo import _kv_memory
+from octavo import _kv_memory, _kv_steps
 
 
 class LateMemory(_kv_memory.NumPyMemory):
@@ -102,6 +102,36 @@ def test_a_step_that_does_not_fit_moves_nothing(memory: LateMemory) -> None:
     memory.wait(0)
     memory.wait(1)
     assert step.seq_lens.tolist() == [95, 3]
+
+
+@pytest.mark.parametrize("owner", [octavo.PageAllocator, _kv_steps.HostStep, _kv_memory.Staging])
+def test_steps_after_an_interrupted_one(
+    memory: LateMemory, monkeypatch: pytest.MonkeyPatch, owner: Any
+) -> None:
+    cache = make_cache()
+    seqs = [cache.create() for _ in range(3)]
+    name = {octavo.PageAllocator: "step", _kv_steps.HostStep: "write", _kv_memory.Staging: "send"}[owner]
+    function = getattr(owner, name)
+
+    def interrupted(*args: Any) -> None:
+        function(*args)
+        raise KeyboardInterrupt
+
+    for i in range(8):
+        cache.step(seqs, [2, 1, 3])
+        if i % 3:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, interrupted)
+                for _ in range(i % 3):
+                    with pytest.raises(KeyboardInterrupt):
+                        cache.step(seqs, [1, 4, 0])
+    step = cache.step(seqs, [2, 1, 0])
+    while memory.pending:
+        memory.run_one()
+    assert step.seq_lens.tolist() == [18, 9, 24]
+    assert step.cu_seqlens_q.tolist() == [0, 2, 3, 3]
+    assert step.positions.tolist() == [16, 17, 8]
+    np.testing.assert_array_equal(step.page_tables[0], expected_table(cache, seqs))
 
 
 def expected_table(cache: octavo.KVCache, seqs: list[int]) -> np.ndarray:

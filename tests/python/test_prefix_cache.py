@@ -45,6 +45,41 @@ def test_a_second_prompt_shares_the_first_ones_pages(alloc, step_arrays):
     alloc.check_invariants()
 
 
+CALLS = {  # whether they store what the last step filled
+    "step": (lambda alloc, seq, other, arrays: alloc.step([other], 0, arrays), True),
+    "extend": (lambda alloc, seq, other, arrays: alloc.extend(other, 0), True),
+    "try_extend": (lambda alloc, seq, other, arrays: alloc.try_extend(other, 1), True),
+    "create(tokens)": (lambda alloc, seq, other, arrays: alloc.create([1]), True),
+    "pin": (lambda alloc, seq, other, arrays: alloc.pin([1]), True),
+    "num_cached_tokens": (lambda alloc, seq, other, arrays: alloc.num_cached_tokens([1]), True),
+    "fork": (lambda alloc, seq, other, arrays: alloc.fork(seq), True),
+    "reorder": (lambda alloc, seq, other, arrays: alloc.reorder([other, seq], [0, 1]), True),
+    "preempt": (lambda alloc, seq, other, arrays: alloc.preempt([seq]), True),
+    "free": (lambda alloc, seq, other, arrays: alloc.free(seq), True),
+    "fork of another": (lambda alloc, seq, other, arrays: alloc.fork(other), False),
+    "reorder of others": (lambda alloc, seq, other, arrays: alloc.reorder([other], [0]), False),
+    "preempt of another": (lambda alloc, seq, other, arrays: alloc.preempt([other]), False),
+    "free of another": (lambda alloc, seq, other, arrays: alloc.free(other), False),
+    "create": (lambda alloc, seq, other, arrays: alloc.create(), False),
+    "truncate": (lambda alloc, seq, other, arrays: alloc.truncate(seq, 0), False),
+    "resume": (lambda alloc, seq, other, arrays: alloc.resume([]), False),
+    "needed": (lambda alloc, seq, other, arrays: alloc.needed([seq, other]), False),
+    "stats": (lambda alloc, seq, other, arrays: alloc.stats(), False),
+    "take_events": (lambda alloc, seq, other, arrays: alloc.take_events(), False),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_calls_that_store_what_a_step_filled(step_arrays, name):
+    """Those before which keys and values have to be written, or truncated."""
+    alloc = octavo.PageAllocator(16, 4, prefix_cache=True, num_host_pages=4)
+    other, seq = alloc.create(), alloc.create()
+    alloc.step([seq], 10, step_arrays, tokens=PROMPT)
+    call, stores = CALLS[name]
+    call(alloc, seq, other, step_arrays)
+    assert alloc.cache_stats()["num_stored_pages"] == (2 if stores else 0)
+
+
 @pytest.mark.parametrize("count", range(9))
 def test_the_last_token_is_always_left_to_be_computed(alloc, step_arrays, count):
     first = alloc.create()

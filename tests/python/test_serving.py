@@ -88,6 +88,21 @@ def test_all_pages_with_a_prefix_found_in_part_of_one(plain):
     assert scheduler.stats().num_preemptions == 0
 
 
+def test_a_prompt_that_is_computed_anew_stays_in_its_namespace(plain):
+    """As above: the request gives up what was found, and begins with an empty sequence."""
+    cache = make_cache(plain, num_pages=4, prefix_cache=True)
+    scheduler = Scheduler(cache, plain.forward)
+    scheduler.submit(range(9), max_tokens=1, namespace="a")
+    finish(scheduler, cache)
+    prompt = [0, 1, 2, 3, 4, 5, *[7] * 9]
+    request = scheduler.submit(prompt, max_tokens=2, namespace="a")
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy(prompt, 2)
+    assert scheduler.stats().prefill_tokens == 9 + 15  # of the 6 tokens that were found, too
+    assert cache.allocator.num_cached_tokens(prompt, namespace="a") == 15
+    assert cache.allocator.num_cached_tokens(prompt) == 0
+
+
 def test_what_others_that_were_put_aside_share_is_let_go(plain):
     """Pages that several share stay on the device while they are in host memory, all of them."""
     cache = make_cache(plain, num_pages=8, num_host_pages=100)

@@ -322,7 +322,7 @@ class Batcher:
         if 0 < group.num_found == self.cache.length(group.handles[0]):
             # A page found in part is held until it has been copied, which takes one page more.
             self.cache.free(group.handles[0])
-            group.begin(self.cache.create(), 0)
+            group.begin(self.cache.create([], group.request.namespace), 0)
             return True
         return False
 
