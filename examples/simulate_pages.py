@@ -42,12 +42,21 @@ class Request:
     prefix: str = ""
     prefix_len: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("prompt_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+
     def prompt(self, number: int) -> np.ndarray:
         """Tokens that no other request has, after those of the prefix."""
         own = np.random.default_rng([1, number]).integers(0, 50000, self.prompt_len)
         name = np.frombuffer(self.prefix.encode(), np.uint8).tolist()
         shared = np.random.default_rng([2, *name]).integers(0, 50000, self.prefix_len)
         return np.concatenate([shared, own[self.prefix_len :]]).astype(np.int32)
+
+    def answer(self, number: int) -> np.ndarray:
+        """The tokens of its output, the same ones after a preemption."""
+        return np.random.default_rng([3, number]).integers(0, 50000, self.output_len).astype(np.int32)
 
 
 def log_normal(rng: np.random.Generator, mean: float, low: int, high: int, count: int) -> np.ndarray:
@@ -116,13 +125,12 @@ def replay_paged(
     waiting = deque(sorted(range(len(requests)), key=lambda number: requests[number].arrival))
     running: list[Running] = []
     generated = [0] * len(requests)
-    rng = np.random.default_rng(args.seed)
+    answers = [request.answer(number) for number, request in enumerate(requests)]
     while waiting or running:
         while waiting and requests[waiting[0]].arrival <= report.steps and len(running) < MAX_BATCH:
             number = waiting[0]
             request = requests[number]
-            answer = np.random.default_rng([3, number]).integers(0, 50000, generated[number])
-            tokens = np.concatenate([request.prompt(number), answer]).astype(np.int32)
+            tokens = np.concatenate([request.prompt(number), answers[number][: generated[number]]])
             seq = alloc.create(tokens) if prefix_cache else alloc.create()
             new = tokens[alloc.length(seq) :]
             try:
@@ -135,9 +143,9 @@ def replay_paged(
             waiting.popleft()
             running.append(Running(number, seq, request.output_len - generated[number]))
         while running:
-            tokens = rng.integers(0, 50000, len(running)).astype(np.int32) if prefix_cache else None
+            tokens = np.array([answers[one.number][generated[one.number]] for one in running], np.int32)
             try:
-                alloc.step([one.seq for one in running], 1, arrays, tokens)
+                alloc.step([one.seq for one in running], 1, arrays, tokens if prefix_cache else None)
                 break
             except octavo.OutOfPages:
                 if len(running) == 1:

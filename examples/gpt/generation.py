@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,7 +88,8 @@ def generate(
     paged = Paged(model, num_pages, page_size, getattr(torch, dtype))
     handles = [paged.allocator.create() for _ in prompts]
     texts = [list(prompt) for prompt in prompts]
-    generators = [np.random.default_rng([sampling.seed, index]) for index in range(len(prompts))]
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+    generators = [np.random.default_rng([seed, index]) for index in range(len(prompts))]
     was_training = model.training
     model.eval()
     running = list(range(len(prompts)))

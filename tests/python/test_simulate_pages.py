@@ -62,6 +62,18 @@ def test_a_given_trace(tmp_path):
     )
 
 
+def test_a_preempted_request_finds_its_own_pages(tmp_path):
+    requests = tmp_path / "requests.jsonl"
+    request = {"arrival": 0, "prompt_len": 17, "output_len": 150}
+    requests.write_text(2 * (json.dumps(request) + "\n"))
+    rows = simulate("--requests", requests, "--pages", 16, "--max-length", 256)
+    header = rows["memory"]
+    for name in ("pages", "pages, prefix cache"):
+        assert rows[name][header.index("preemptions")] == "1"
+    # The prompt has one full page; all others are of its answer.
+    assert percent(rows["pages, prefix cache"][header.index("prompt tokens found")]) > 70
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -77,7 +89,12 @@ def test_wrong_arguments(arguments, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "there must be at least one request"), ('{"arrival": 0}\n', "--requests must have an object with")],
+    [
+        ("", "there must be at least one request"),
+        ('{"arrival": 0}\n', "--requests must have an object with"),
+        ('{"arrival": 0, "prompt_len": 3, "output_len": 0}\n', "output_len (0) must be at least 1"),
+        ('{"arrival": 0, "prompt_len": 0, "output_len": 3}\n', "prompt_len (0) must be at least 1"),
+    ],
 )
 def test_a_wrong_trace(tmp_path, text, message):
     requests = tmp_path / "requests.jsonl"

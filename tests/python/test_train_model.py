@@ -19,6 +19,7 @@ from gpt.attention import Eager, Packed  # noqa: E402
 from gpt.generation import generate  # noqa: E402
 
 import octavo.torch  # noqa: E402
+from octavo.serving import Sampling  # noqa: E402
 from support.small_gpt import (  # noqa: E402
     ATTENTION,
     GPT,
@@ -137,6 +138,14 @@ def test_sampling_through_pages_is_that_of_whole_sequences(text: Text, alibi: bo
     assert new == [recompute(model, prompt, 30) for prompt in prompts]
     assert len({tuple(tokens) for tokens in new}) == 3  # of three prompts
     assert all(len(set(tokens)) > 5 for tokens in new)
+
+
+def test_texts_without_a_seed_are_others_each_time() -> None:
+    model = make_model()
+    of_calls = [generate(model, [[5], [5]], 30, sampling=Sampling(2.0)) for _ in range(2)]
+    assert len({tuple(tokens) for texts in of_calls for tokens in texts}) == 4
+    seeded = [generate(model, [[5], [5]], 30, sampling=Sampling(2.0, seed=3)) for _ in range(2)]
+    assert seeded[0] == seeded[1] and seeded[0][0] != seeded[0][1]
 
 
 def test_what_the_context_cannot_hold_is_refused() -> None:
