@@ -294,7 +294,9 @@ TEST(Plan, MixedBatchesOverCodes) {
     EXPECT_EQ(field(text, "many_queries"), "192") << "768 rows";
     EXPECT_EQ(field(text, "few_queries"), "2") << "8 rows";
     EXPECT_EQ(field(text, "num_slots"), "10") << "that many times 192 queries";
-    EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>");
+    EXPECT_EQ(field(text, "attention"), "sm90_attention<bfloat16, head_dim 128, 192 rows>")
+        << "three rounds, on as many SMs as leave some to those that decode";
+    EXPECT_EQ(field(text, "sms_left"), "14");
     EXPECT_EQ(field(text, "few").find("split_kv_decode<"), 0u);
     EXPECT_EQ(field(text, "between").find("sm90_attention<bfloat16 over codes"), 0u);
     for (const char* part :
@@ -302,6 +304,14 @@ TEST(Plan, MixedBatchesOverCodes) {
           " beside it over the codes of sequences of up to 2 query tokens split_kv_decode<",
           "; then of the others sm90_attention<bfloat16 over codes"})
         EXPECT_NE(text.summary.find(part), std::string::npos) << part << " in " << text.summary;
+
+    Shape longer{122, 8192};
+    longer.queries = 1024;
+    longer.total_q = 2 * 1024 + 120;
+    const Explanation of_longer = explain(with_scales(over_codes(longer)), "h200");
+    EXPECT_EQ(field(of_longer, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>")
+        << "five rounds of 103 tiles take less time than four of 88 with 192 rows";
+    EXPECT_EQ(field(of_longer, "sms_left"), "29");
 
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "many_queries"), "384") << "1536 rows";
     shape.queries = 383;

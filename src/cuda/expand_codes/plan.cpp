@@ -90,13 +90,21 @@ std::string instance_name(DType dtype, Codes codes) {
     return text_of("expand_codes<", to_string(dtype), ", ", name_of(dtype, codes), ">");
 }
 
-// How many SMs attention over the numbers should leave to the sequences of a mixed batch that decode: these
-// wait for memory, while the other SMs multiply. Row tiles are long, and come in rounds of one an SM; so this
-// weighs numbers of rounds against each other, and leaves the SMs that the best one does not need. What still
-// has to be decoded behind the last round has all SMs, and memory bounds it.
-int32_t choose_sms_left(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& attention) {
-    // What an SM does in a microsecond: flops, bytes of codes, and keys of one head.
-    constexpr double kFlops = 4.5e6, kBytes = 45e3, kKeys = 220;
+// How many SMs attention over the numbers should leave to the sequences of a mixed batch that decode, and
+// roughly how long both take then, in microseconds.
+struct SmsLeft {
+    int32_t sms;
+    double us;
+};
+
+// Those that decode wait for memory, while the other SMs multiply. Row tiles are long, and come in rounds of
+// one an SM; so this weighs numbers of rounds against each other, and leaves the SMs that the best one does
+// not need. What still has to be decoded behind the last round has all SMs, and memory bounds it.
+SmsLeft choose_sms_left(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& attention) {
+    // What an SM does in a microsecond: flops, fewer where two consumers share K and V and not three, bytes
+    // of codes, and keys of one head.
+    const double flops = attention.tiles().warpgroups == 2 ? 4e6 : 4.5e6;
+    constexpr double kBytes = 45e3, kKeys = 220;
     // The host knows no lengths. It takes as many sequences for long as there may be beside others of one
     // query, and these for half as long as the table has room for: if they are shorter, SMs will lack work.
     const double queries = p.seqlen_q;
@@ -110,25 +118,24 @@ int32_t choose_sms_left(const AttentionParams& p, const Gpu& gpu, const Sm90Plan
     const auto row_tiles =
         static_cast<int64_t>(many) * ceil_divide(p.seqlen_q, tile_tokens) * (p.num_q_heads / attention.heads);
     const double round_us =
-        4.0 * kSm90GroupRows * attention.tiles().row_blocks() * p.head_dim * p.seqlen_k / kFlops;
+        4.0 * kSm90GroupRows * attention.tiles().row_blocks() * p.head_dim * p.seqlen_k / flops;
     const int64_t sms = attention.num_ctas, least = ceil_divide(row_tiles, sms);
-    int32_t best = 0;
-    double shortest = static_cast<double>(least) * round_us + read_us;
-    for (int64_t rounds = least; static_cast<double>(rounds) * round_us < shortest; ++rounds) {
+    SmsLeft best{0, static_cast<double>(least) * round_us + read_us};
+    for (int64_t rounds = least; static_cast<double>(rounds) * round_us < best.us; ++rounds) {
         const int64_t left = sms - ceil_divide(row_tiles, rounds);
         const double time = static_cast<double>(rounds) * round_us;
         const double rest = std::max(1.0 - static_cast<double>(left) * time / sm_us, 0.0);
-        if (left == 0 || time + rest * read_us >= shortest) continue;
-        shortest = time + rest * read_us;
-        best = static_cast<int32_t>(left);
+        if (left == 0 || time + rest * read_us >= best.us) continue;
+        best = {static_cast<int32_t>(left), time + rest * read_us};
     }
     return best;
 }
 
 // Makes the plan of the sequences with at least many_queries queries, of which there are num_slots at most;
-// 0: of all.
+// 0: of all. `row`: the row of kSm90Tiles for attention over the numbers, if it is given.
 std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
-                                      int32_t num_slots, std::string* why_not) {
+                                      int32_t num_slots, std::string* why_not,
+                                      std::optional<int32_t> row = {}) {
     const std::optional<Codes> codes = codes_of(p.k_dtype, p.v_dtype);
     if (!codes || *codes == Codes::none || !p.paged()) {
         return refuse(why_not, "it turns pages of codes into numbers, and keys are ", to_string(p.k_dtype),
@@ -171,6 +178,7 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
     auto attention_of = [&](int32_t room, std::string* why_not) {
         AttentionParams over_numbers = over_expanded(p, num_slots, room, kSomeWorkspace);
         over_numbers.batch = num_slots;  // others have no row tile
+        if (row) return plan_sm90_attention_with(over_numbers, gpu, *row);
         return plan_sm90_attention(over_numbers, gpu, why_not);
     };
     const auto any = attention_of(whole_tiles(p.seqlen_k, kAnyTile), why_not);
@@ -263,8 +271,18 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
     std::optional<ExpandedPlan> plan = make_plan(p, gpu, many_queries, num_slots, why_not);
     if (!plan) return std::nullopt;
     if (std::holds_alternative<SplitKvPlan>(*few)) {
-        plan->sms_left = choose_sms_left(p, gpu, plan->attention);
-        plan->attention.num_ctas -= plan->sms_left;
+        SmsLeft left = choose_sms_left(p, gpu, plan->attention);
+        // The row tiles were chosen for as many long sequences as there may be, and there are likely fewer.
+        for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
+            const auto other = make_plan(p, gpu, many_queries, num_slots, nullptr, row);
+            if (!other) continue;
+            const SmsLeft of_other = choose_sms_left(p, gpu, other->attention);
+            if (of_other.us >= left.us) continue;
+            plan = other;
+            left = of_other;
+        }
+        plan->sms_left = left.sms;
+        plan->attention.num_ctas -= left.sms;
     }
     plan->few = few;
     plan->few_queries = few_queries;

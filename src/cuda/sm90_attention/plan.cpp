@@ -235,9 +235,9 @@ const char* name_of(Sm90Feature feature) {
     return "none";
 }
 
-// `beside`: plans for the instance that leaves room on its SM.
-std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std::string* why_not,
-                                  bool beside) {
+// `beside`: plans for the instance that leaves room on its SM. `row`: the row of kSm90Tiles, if it is given.
+std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std::string* why_not, bool beside,
+                                  std::optional<int32_t> row = {}) {
     if (!suits_sm90(p, gpu, why_not)) return std::nullopt;
     if (p.dropout.any() && p.alibi_slopes) return refuse(why_not, "no instance has both dropout and ALiBi");
     if (p.ranges && (p.alibi_slopes || p.dropout.any() || is_code(p.k_dtype))) {
@@ -283,7 +283,8 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
         plan.block_row = rows->block_row;
         plan.feature = p.block_mask.size == 128 ? Sm90Feature::blocks : Sm90Feature::small_blocks;
     } else {
-        plan.row = beside      ? find_tiles_beside(p)
+        plan.row = row         ? *row
+                   : beside    ? find_tiles_beside(p)
                    : has_codes ? find_code_tiles(p, plan.heads)
                                : choose_tiles(p, gpu, plan.heads);
     }
@@ -335,6 +336,12 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
 
 std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
     return make_plan(p, gpu, why_not, false);
+}
+
+std::optional<Sm90Plan> plan_sm90_attention_with(const AttentionParams& p, const Gpu& gpu, int32_t row) {
+    const Sm90Tiles& tiles = kSm90Tiles[row];
+    if (!holds(tiles, p) || tiles.ctas > 1) return std::nullopt;  // pairs of CTAs take no pages
+    return make_plan(p, gpu, nullptr, false, row);
 }
 
 std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& p, const Gpu& gpu) {

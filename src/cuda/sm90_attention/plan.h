@@ -52,6 +52,8 @@ struct Sm90Plan {
 // Returns nothing where the kernel does not serve; why_not, unless null, then gets the reason.
 std::optional<Sm90Plan> plan_sm90_attention(const AttentionParams& params, const Gpu& gpu,
                                             std::string* why_not = nullptr);
+// The same with row `row` of kSm90Tiles, over numbers in pages.
+std::optional<Sm90Plan> plan_sm90_attention_with(const AttentionParams& params, const Gpu& gpu, int32_t row);
 // The same for the instance of Sm90Feature::beside.
 std::optional<Sm90Plan> plan_sm90_attention_beside(const AttentionParams& params, const Gpu& gpu);
 
