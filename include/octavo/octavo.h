@@ -54,7 +54,8 @@ typedef enum octavo_activation { OCTAVO_SILU = 0, OCTAVO_GELU = 1, OCTAVO_SILU_G
 
 typedef enum octavo_device_type { OCTAVO_CPU = 0, OCTAVO_CUDA = 1 } octavo_device_type;
 
-/* A borrowed array. A tensor without data is an argument that is not given. */
+/* A borrowed array. A tensor without data and without shape is an argument that is not given; an empty array
+ * needs no data. */
 typedef struct octavo_tensor {
     void* data;
     const int64_t* shape;   /* [ndim], in elements */
@@ -116,7 +117,7 @@ typedef struct octavo_paged_attention_args {
     int32_t rotate_keys;                                        /* default: 0 */
     int32_t static_past;                                        /* default: 0 */
     int32_t kv_dtype;                                           /* octavo_dtype; default: -1, none */
-    float k_scale, v_scale;                                     /* default: 1, none */
+    float k_scale, v_scale;                                     /* default: 1, none; 1 itself by array */
     void* stream;                                               /* cudaStream_t; default: null */
 } octavo_paged_attention_args;
 
@@ -136,7 +137,7 @@ typedef struct octavo_append_kv_args {
     int32_t static_tables;                /* default: 0 */
     int32_t rotate_keys;                  /* default: 0 */
     int32_t kv_dtype;                     /* octavo_dtype; default: -1, none */
-    float k_scale, v_scale;               /* default: 1, none */
+    float k_scale, v_scale;               /* default: 1, none; 1 itself by array */
     void* stream;                         /* cudaStream_t; default: null */
 } octavo_append_kv_args;
 

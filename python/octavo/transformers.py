@@ -203,7 +203,8 @@ def _in_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
     Rotary embeddings leave queries and keys in float32 there, and values come from a product of 16 bits.
     """
     device = arrays[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    # Others may have no autocast; is_autocast_available() would say so, and break a graph of PyTorch 2.11.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return arrays
     dtype = torch.get_autocast_dtype(device)
     return tuple(array if array.dtype == torch.float64 else array.to(dtype) for array in arrays)

@@ -123,7 +123,9 @@ template <class Argument, class CArgs, class Args>
 void take(const Importer& importer, const Argument& argument, const CArgs& given, Args& args) {
     const auto& value = given.*argument.c_member;
     if constexpr (Argument::kIsArray) {
-        if (Argument::kIsRequired || value.data) args.*argument.member = importer.view(argument.name, value);
+        // An empty array may have no data; one that is not given has no shape either.
+        const bool is_given = value.data || value.shape;
+        if (Argument::kIsRequired || is_given) args.*argument.member = importer.view(argument.name, value);
     } else {
         const auto none = argument.c_none;
         const bool is_none = value == none || (value != value && none != none);  // both NaN
@@ -137,6 +139,18 @@ void take(const Importer& importer, const Argument& argument, const CArgs& given
         }
         args.*argument.member = static_cast<typename Argument::Number>(value);
     }
+}
+
+// In C a scale of 1 is none, so that it cannot be the one that pages of int8 need.
+template <class Args>
+void require_scales(const Importer& importer, const Args& args) {
+    auto require = [&](const char* name, const TensorView& pages, bool is_given) {
+        if (pages.dtype != octavo::DType::int8 || is_given) return;
+        importer.refuse(name, std::string(" (1) means none, and pages of int8 need a scale: give ") + name +
+                                  "_array, which may be 1, " + name + "s, or another " + name);
+    };
+    require("k_scale", args.k_pages, args.k_scale || args.k_scale_array || args.k_scales);
+    require("v_scale", args.v_pages, args.v_scale || args.v_scale_array || args.v_scales);
 }
 
 template <class Operator>
@@ -167,6 +181,9 @@ octavo_status run(const typename Operator::CArgs* given) {
         typename Operator::Args args;
         schema::for_each_argument<Operator>(
             [&](const auto& argument) { take(importer, argument, *given, args); });
+        if constexpr (std::is_same_v<Operator, schema::PagedAttention> ||
+                      std::is_same_v<Operator, schema::AppendKv>)
+            require_scales(importer, args);
         args.stream = given->stream;
         Operator::kRun(args);
     });

@@ -216,13 +216,16 @@ void check_ranges_in_host(const char* op, const BidirectionalRanges& ranges, int
         int64_t last_end = 0;
         for (int32_t i = 0; i < ranges.count; ++i) {
             const int64_t begin = bounds.whole(2 * i), end = bounds.whole(2 * i + 1);
-            if (begin >= end) continue;  // without keys
             auto refuse = [&](const auto&... parts) {
                 fail<ValueError>(op, "bidirectional_ranges[", b, ", ", i, "], [", begin, ", ", end, "), ",
                                  parts...);
             };
-            if (begin < 0) refuse("must not begin before 0");
             if (end > INT32_MAX) refuse("must end below 2^31");
+            if (begin >= end) {  // without keys, unless its lower 32 bits say something else
+                if (begin > INT32_MAX || end < INT32_MIN) refuse("must have bounds that fit into int32");
+                continue;
+            }
+            if (begin < 0) refuse("must not begin before 0");
             if (begin < last_end)
                 refuse("must begin at or behind the end of the range before it, ", last_end);
             last_end = end;

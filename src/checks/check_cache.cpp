@@ -283,7 +283,7 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.v_scales = v_scales.of_each_token;
     require_kernel(op, p);
     if (p.device.type != DeviceType::cpu) return p;
-    if (p.slot_mapping) {
+    if (args.slot_mapping) {
         check_slots_in_host(op, p, args.k_pages.shape[0]);
     } else {
         if (p.cu_seqlens) check_cu_seqlens(op, "cu_seqlens", p.cu_seqlens, p.batch, p.total);
@@ -409,8 +409,16 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     p.num_copies = args.copies.shape[0];
     p.page_size = static_cast<int32_t>(args.k_pages.shape[1]);
     p.num_kv_heads = static_cast<int32_t>(args.k_pages.shape[2]);
-    p.k_row_bytes = static_cast<int32_t>(size_of(args.k_pages.dtype) * args.k_pages.shape[3]);
-    p.v_row_bytes = static_cast<int32_t>(size_of(args.v_pages.dtype) * args.v_pages.shape[3]);
+    auto row_bytes = [](const char* name, const TensorView& pages) {
+        const int64_t bytes = size_of(pages.dtype) * pages.shape[3];
+        if (bytes > INT32_MAX) {
+            fail<ValueError>(op, "a token and head of ", name, " must take less than 2 GiB; got head_dim ",
+                             pages.shape[3], " of ", to_string(pages.dtype));
+        }
+        return static_cast<int32_t>(bytes);
+    };
+    p.k_row_bytes = row_bytes("k_pages", args.k_pages);
+    p.v_row_bytes = row_bytes("v_pages", args.v_pages);
     require_kernel(op, p);
     if (p.device.type == DeviceType::cpu)
         check_copies_in_host(p, from.k_pages.shape[0], to.k_pages.shape[0], is_within);

@@ -51,7 +51,7 @@ void paged_attention(const PagedAttentionParams& p) {
         const int64_t token = i / p.num_q_heads, head = i % p.num_q_heads;
         float& lse =
             transformed.lse[token * transformed.lse_token_stride + head * transformed.lse_head_stride];
-        lse += shifts[i];
+        lse = KeyTransform::of_lse(lse, shifts[i]);
         if (!p.sinks) continue;
         const MergeWeights weights = MergeWeights::make(lse, p.sinks[head]);
         lse = weights.lse;

@@ -48,8 +48,9 @@ Explanation explain(const LinearParams& params, const Gpu& gpu);
 Explanation explain(const RmsNormParams& params, const Gpu& gpu);
 Explanation explain(const LatentAttentionParams& params, const Gpu& gpu);
 
-// Waits for `stream` and copies `count` rows of `row_bytes` to the host.
-void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,
+// Waits for `stream` and copies `count` rows of `row_bytes` to the host, where they lie one behind the other.
+// On the device they begin `pitch_bytes` apart, which may be less than a row, or negative.
+void copy_to_host(void* host, const void* device, int64_t pitch_bytes, int64_t row_bytes, int64_t count,
                   int32_t device_index, void* stream);
 
 // Throws DeviceError, saying why, unless CUDA kernels can run here.

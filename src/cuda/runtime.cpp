@@ -95,13 +95,23 @@ void require_usable() {
     known_usable.store(true, std::memory_order_relaxed);
 }
 
-void copy_to_host(void* host, const void* device, size_t pitch_bytes, size_t row_bytes, size_t count,
+void copy_to_host(void* host, const void* device, int64_t pitch_bytes, int64_t row_bytes, int64_t count,
                   int32_t device_index, void* stream) {
     if (row_bytes == 0 || count == 0) return;
     const DeviceGuard guard(device_index);
-    check(cudaMemcpy2DAsync(host, row_bytes, device, pitch_bytes, row_bytes, count, cudaMemcpyDeviceToHost,
-                            as_stream(stream)),
-          "cudaMemcpy2DAsync");
+    // A copy in 2D takes rows that do not overlap, less than 2 GiB apart.
+    if (pitch_bytes >= row_bytes && pitch_bytes <= INT32_MAX) {
+        check(cudaMemcpy2DAsync(host, row_bytes, device, pitch_bytes, row_bytes, count,
+                                cudaMemcpyDeviceToHost, as_stream(stream)),
+              "cudaMemcpy2DAsync");
+    } else {
+        for (int64_t row = 0; row < count; ++row) {
+            check(cudaMemcpyAsync(static_cast<char*>(host) + row * row_bytes,
+                                  static_cast<const char*>(device) + row * pitch_bytes, row_bytes,
+                                  cudaMemcpyDeviceToHost, as_stream(stream)),
+                  "cudaMemcpyAsync");
+        }
+    }
     check(cudaStreamSynchronize(as_stream(stream)), "cudaStreamSynchronize");
 }
 

@@ -25,7 +25,7 @@ void linear(const LinearParams&, void*) { refuse(); }
 void rms_norm(const RmsNormParams&, void*) { refuse(); }
 void latent_attention(const LatentAttentionParams&, void*) { refuse(); }
 void clear_padding(const Padding&, int32_t, void*) { refuse(); }
-void copy_to_host(void*, const void*, size_t, size_t, size_t, int32_t, void*) { refuse(); }
+void copy_to_host(void*, const void*, int64_t, int64_t, int64_t, int32_t, void*) { refuse(); }
 void* mapped_host_memory(void*, uintptr_t, uintptr_t, int32_t) { refuse(); }
 void require_usable() { refuse(); }
 int32_t current_device() { refuse(); }

@@ -3,6 +3,8 @@
 #include "cuda/runtime.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -83,17 +85,36 @@ Memory allocate_memory(const Size& size) {
 // A stream of a device, or a stream in one of its captures.
 struct Owner {
     int32_t device;
-    unsigned long long stream, capture;
+    unsigned long long stream, thread, capture;  // the thread: only of cudaStreamPerThread in a capture
     WorkspaceUser user;
 
     bool operator<(const Owner& other) const {
-        return std::tie(device, stream, capture, user) <
-               std::tie(other.device, other.stream, other.capture, other.user);
+        return std::tie(device, stream, thread, capture, user) <
+               std::tie(other.device, other.stream, other.thread, other.capture, other.user);
     }
 };
 
+// An owner's memory. What it has outgrown is kept: a launch under way, or a graph, may still use it.
+struct Kept {
+    std::vector<Memory> memory;
+    uint64_t last_found = 0;  // by the count of all finds
+    int32_t num_holders = 0;  // threads that may still have to launch what uses it (HeldByThread)
+};
+
+// How many owners that are in no capture a device may have: as many as three users have in 42 streams.
+// PyTorch hands out 32 of a priority.
+constexpr size_t kMostOwners = 128;
+
 // Which owner has which memory. The lock is never held during a call of CUDA, since a thread of CUDA's own
 // takes it when a graph is gone.
+//
+// CUDA does not say that a stream is gone. So where a device has many owners that are in no capture, those of
+// them that were found the longest time ago go (take_oldest), and their memory is freed:
+//  - only if no thread holds it (HeldByThread). So all that uses it is launched already, and cudaFree waits
+//    for that: it waits for all work that may use memory of cudaMalloc, on which allocators of frameworks
+//    count, too. No other way to wait is allowed while some stream, of whoever it is, may be captured.
+//  - If the stream lives on, its next call finds no owner and makes one, with memory of its own.
+//  - What a capture owns is never taken, since its graph may be launched at any time.
 class Owners {
   public:
     // It is never destroyed, since graphs may outlive static objects.
@@ -104,14 +125,17 @@ class Owners {
 
     bool contains(const Owner& owner) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return memory_.count(owner) > 0;
+        return kept_.count(owner) > 0;
     }
 
     // Returns whether `owner` has as much as it wants, after it has taken over memory that is free. If not,
-    // `wanted` grows to at least as much as it has, so that the next memory serves all of its calls.
-    bool find(const Owner& owner, Size& wanted, PersistentWorkspace& found) {
+    // `wanted` grows to at least as much as it has, so that the next memory serves all of its calls. What is
+    // found is held in place of `*held`, unless that is null.
+    bool find(const Owner& owner, Kept** held, Size& wanted, PersistentWorkspace& found) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        std::vector<Memory>& own = memory_[owner];
+        Kept& kept = kept_[owner];
+        kept.last_found = ++num_finds_;
+        std::vector<Memory>& own = kept.memory;
         if (!own.empty()) wanted = wanted.joined(own.back().size);
         if (own.empty() || !wanted.fits_in(own.back().size)) {
             std::vector<Memory>& free = free_[owner.device];
@@ -122,29 +146,91 @@ class Owners {
             free.erase(fitting);
         }
         found = own.back().workspace;
+        if (held && *held != &kept) {
+            if (*held) --(*held)->num_holders;
+            ++kept.num_holders;
+            *held = &kept;  // it stays where it is while it has holders
+        }
         return true;
     }
 
     void give(const Owner& owner, Memory memory) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        memory_[owner].push_back(std::move(memory));
+        kept_[owner].memory.push_back(std::move(memory));
     }
 
+    void release(Kept* held) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        --held->num_holders;
+    }
+
+    // Takes a capture's owner away, whose memory others may have.
     void remove(const Owner& owner) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = memory_.find(owner);
-        if (found == memory_.end()) return;  // the owner's first call failed before find()
+        const auto found = kept_.find(owner);
+        if (found == kept_.end()) return;  // the owner's first call failed before find()
+        std::vector<Memory>& own = found->second.memory;
         std::vector<Memory>& free = free_[owner.device];
-        std::move(found->second.begin(), found->second.end(), std::back_inserter(free));
-        memory_.erase(found);
+        std::move(own.begin(), own.end(), std::back_inserter(free));
+        kept_.erase(found);
+    }
+
+    // Takes away half of kMostOwners, if the device has more: those that were not found for the longest time,
+    // are in no capture, and are held by no thread. Returns their memory, for the caller to free.
+    std::vector<Kept> take_oldest(int32_t device) {
+        using Place = std::map<Owner, Kept>::iterator;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        size_t count = 0;
+        std::vector<Place> free_to_go;
+        for (Place place = kept_.begin(); place != kept_.end(); ++place) {
+            if (place->first.device != device || place->first.capture != 0) continue;
+            ++count;
+            if (place->second.num_holders == 0) free_to_go.push_back(place);
+        }
+        if (count <= kMostOwners) return {};
+        std::sort(free_to_go.begin(), free_to_go.end(),
+                  [](const Place& a, const Place& b) { return a->second.last_found < b->second.last_found; });
+        free_to_go.resize(std::min(free_to_go.size(), kMostOwners / 2));
+        std::vector<Kept> taken;
+        taken.reserve(free_to_go.size());
+        for (const Place& place : free_to_go) {
+            taken.push_back(std::move(place->second));
+            kept_.erase(place);
+        }
+        return taken;
     }
 
   private:
     std::mutex mutex_;
-    // Memory that an owner has outgrown is kept: a launch under way, or a graph, may still use it.
-    std::map<Owner, std::vector<Memory>> memory_;
+    std::map<Owner, Kept> kept_;
     std::map<int32_t, std::vector<Memory>> free_;
+    uint64_t num_finds_ = 0;
 };
+
+// What this thread got last for each user, outside of captures. It holds it until it gets memory for the same
+// user again, and has by then launched what uses it.
+struct HeldByThread {
+    std::array<Kept*, kNumWorkspaceUsers> of_users{};
+
+    ~HeldByThread() {
+        for (Kept* held : of_users) {
+            if (held) Owners::get().release(held);
+        }
+    }
+};
+thread_local HeldByThread held_by_thread;
+
+void free_oldest(int32_t device) {
+    const RelaxedCapture relaxed;
+    Owners::get().take_oldest(device);  // which is freed right here
+}
+
+// A number that no other thread has, or had.
+unsigned long long number_of_thread() {
+    static std::atomic<unsigned long long> num_threads{0};
+    thread_local const unsigned long long number = ++num_threads;
+    return number;
+}
 
 // Removes the owner once `graph` and all graphs that were made of it are gone, and no launch of them is under
 // way: CUDA calls back then.
@@ -170,12 +256,15 @@ void remove_with(cudaGraph_t graph, const Owner& owner) {
 
 PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
                                          size_t num_counters, WorkspaceUser user) {
-    Owner owner{device, reinterpret_cast<uintptr_t>(stream), 0, user};
+    Owner owner{device, reinterpret_cast<uintptr_t>(stream), 0, 0, user};
+    Kept** held = nullptr;
     Owners& owners = Owners::get();
     cudaStreamCaptureStatus status;
     cudaGraph_t graph = nullptr;
     check(cudaStreamGetCaptureInfo(stream, &status, &owner.capture, &graph), "cudaStreamGetCaptureInfo");
     if (status == cudaStreamCaptureStatusActive) {
+        // This handle stands for a stream of each thread, and threads may join one capture.
+        if (stream == cudaStreamPerThread) owner.thread = number_of_thread();
         // find() makes the owner known only after this: a call that fails here leaves nothing behind.
         if (!owners.contains(owner)) remove_with(graph, owner);
     } else {
@@ -183,11 +272,15 @@ PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, si
         // Streams are told apart by their id: the handle of the per-thread default stream stands for many
         // streams, and CUDA reuses handles. A stream that is being captured has no id that CUDA would give.
         check(cudaStreamGetId(stream, &owner.stream), "cudaStreamGetId");
+        held = &held_by_thread.of_users[static_cast<size_t>(user)];
     }
     // Sizes double, since a stream keeps the memory that it has outgrown.
     Size wanted{rounded_up(partial_bytes), rounded_up(num_counters)};
     PersistentWorkspace workspace;
-    while (!owners.find(owner, wanted, workspace)) owners.give(owner, allocate_memory(wanted));
+    while (!owners.find(owner, held, wanted, workspace)) {
+        if (held) free_oldest(device);
+        owners.give(owner, allocate_memory(wanted));
+    }
     return workspace;
 }
 

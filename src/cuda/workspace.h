@@ -28,12 +28,17 @@ enum class WorkspaceUser {
     divided_queries,
     normalised_rows,
 };
+constexpr size_t kNumWorkspaceUsers = static_cast<size_t>(WorkspaceUser::normalised_rows) + 1;
 
 // Returns at least this many bytes and counters, for launches on `stream` of the current device only:
-// launches on one stream never overlap. While the stream is being captured, the memory is for that capture
-// only, since its graph may run on any stream; when the graph and all copies of it are gone, other captures
-// take it over. Two executables of one captured graph share it and must not run at once. Safe under capture;
-// no part of the graph.
+// launches on one stream never overlap. A thread must launch what uses the memory before it calls this for
+// the same user again. Streams may be gone without a word: where a device has more than kMostOwners of their
+// memories (workspace.cpp), those that were asked for the longest time ago are freed, for which the call
+// waits for the device. A stream that lives on gets other memory at its next call.
+//
+// While the stream is being captured, the memory is for that capture only, since its graph may run on any
+// stream; when the graph and all copies of it are gone, other captures take it over. Two executables of one
+// captured graph share it and must not run at once. Safe under capture; no part of the graph.
 PersistentWorkspace persistent_workspace(int32_t device, cudaStream_t stream, size_t partial_bytes,
                                          size_t num_counters, WorkspaceUser user = WorkspaceUser::kernel);
 

@@ -12,6 +12,7 @@
 
 #include "common/hadamard.h"
 
+#include <cmath>
 #include <cstdint>
 
 namespace octavo {
@@ -39,6 +40,10 @@ struct KeyTransform {
     OCTAVO_HD float of_query(float x, int64_t kv_head, int32_t dim) const {
         return scale ? rounded_product(x, scale_at(kv_head, dim)) : x;
     }
+
+    // Adds q . offset, scaled, to the log-sum-exp of a row. One that sees no key lacks nothing, whatever its
+    // query holds.
+    OCTAVO_HD static float of_lse(float lse, float shift) { return lse == -INFINITY ? lse : lse + shift; }
 };
 
 }  // namespace octavo

@@ -4,7 +4,10 @@
 
 #include <octavo/paged_attention.h>
 
+#include <atomic>
 #include <chrono>
+#include <future>
+#include <set>
 #include <thread>
 
 namespace octavo {
@@ -131,6 +134,71 @@ TEST_F(WorkspaceTest, StreamsOfOneCaptureHaveTheirOwn) {
     cudaEventDestroy(fork);
     cudaEventDestroy(join);
     cudaStreamDestroy(other);
+}
+
+// All threads have the same handle for a stream of their own.
+TEST_F(WorkspaceTest, ThreadsThatJoinACaptureHaveTheirOwn) {
+    constexpr int kThreads = 2;
+    cudaEvent_t fork, joins[kThreads];
+    void* partials[kThreads];
+    ASSERT_EQ(cudaEventCreate(&fork), cudaSuccess);
+    for (cudaEvent_t& join : joins) ASSERT_EQ(cudaEventCreate(&join), cudaSuccess);
+    begin_capture();
+    ASSERT_EQ(cudaEventRecord(fork, stream_), cudaSuccess);
+    std::promise<void> has_ended;
+    const std::shared_future<void> ended = has_ended.get_future().share();
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+        std::promise<void> has_joined;
+        std::future<void> joined = has_joined.get_future();
+        threads.emplace_back([&, i, ended, has_joined = std::move(has_joined)]() mutable {
+            EXPECT_EQ(cudaStreamWaitEvent(cudaStreamPerThread, fork, 0), cudaSuccess);
+            partials[i] = cuda::persistent_workspace(0, cudaStreamPerThread, kBytes, 1).partial;
+            EXPECT_EQ(cudaEventRecord(joins[i], cudaStreamPerThread), cudaSuccess);
+            has_joined.set_value();
+            ended.wait();  // the stream lives until then
+        });
+        joined.wait();
+        EXPECT_EQ(cudaStreamWaitEvent(stream_, joins[i], 0), cudaSuccess);
+    }
+    cudaGraphDestroy(end_capture());
+    has_ended.set_value();
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_NE(partials[0], partials[1]);
+    for (cudaEvent_t join : joins) cudaEventDestroy(join);
+    cudaEventDestroy(fork);
+}
+
+// What was asked for the longest time ago is freed once the work of its stream is over, and captures go on:
+// later streams get its addresses.
+TEST_F(WorkspaceTest, OfManyStreamsIsFreedBehindTheirWork) {
+    constexpr size_t kFew = 1 << 20;
+    std::vector<cudaStream_t> streams(800);
+    for (cudaStream_t& stream : streams)
+        ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    std::set<void*> partials;
+    auto partial_of = [&](cudaStream_t stream) {
+        void* const partial = cuda::persistent_workspace(0, stream, kFew, 1).partial;
+        partials.insert(partial);
+        return partial;
+    };
+    void* const first = partial_of(streams[0]);
+    std::atomic<bool> is_over{false};
+    const cudaHostFn_t work = [](void* is_over) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        *static_cast<std::atomic<bool>*>(is_over) = true;
+    };
+    ASSERT_EQ(cudaLaunchHostFunc(streams[0], work, &is_over), cudaSuccess);
+    ASSERT_EQ(cudaMemsetAsync(first, 0, kFew, streams[0]), cudaSuccess);
+    begin_capture();
+    for (size_t i = 1; i < streams.size(); ++i) partial_of(streams[i]);
+    EXPECT_TRUE(is_over);
+    cudaGraph_t graph = end_capture();
+    EXPECT_NE(graph, nullptr);
+    cudaGraphDestroy(graph);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_LT(partials.size(), streams.size() / 2);
+    for (cudaStream_t stream : streams) cudaStreamDestroy(stream);
 }
 
 // Whatever holds the graph holds the memory; then the next capture takes it over.

@@ -263,5 +263,33 @@ TEST_P(CudaTest, MergeStatesAgreesWithTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaTest, ::testing::Range(0u, 24u));
 
+// Rows that overlap, descend or lie apart are found on the GPU as on the CPU.
+TEST(CudaPageTable, RowsOfAnyStrideAreChecked) {
+    constexpr int64_t kRows = 3, kPages = 2, kFirst = 6;
+    Mirror<int32_t> numbers({5, 0, 4, 1, 3, 2, 6, 2, 3, 1, 4, 0, 5}), lengths({8, 8, 8});
+    Mirror<int64_t> wide(std::vector<int64_t>(numbers.host.begin(), numbers.host.end()));
+    auto refused = [&](auto on, auto& array, DType dtype, int64_t stride, int64_t num_pages) {
+        TensorView table = on(array, dtype, {kRows, kPages});
+        table.data = static_cast<char*>(table.data) + kFirst * size_of(dtype);
+        table.strides[0] = stride;
+        try {
+            check_page_table(table, on(lengths, DType::int32, {kRows}), num_pages, 4);
+        } catch (const ValueError& error) {
+            return std::string(error.what());
+        }
+        return std::string();
+    };
+    for (int64_t stride : {-3, -2, -1, 0, 1, 2}) {
+        for (int64_t num_pages = 0; num_pages <= 7; ++num_pages) {
+            EXPECT_EQ(refused(kOnGpu, numbers, DType::int32, stride, num_pages),
+                      refused(kOnHost, numbers, DType::int32, stride, num_pages))
+                << stride;
+            EXPECT_EQ(refused(kOnGpu, wide, DType::int64, stride, num_pages),
+                      refused(kOnHost, wide, DType::int64, stride, num_pages))
+                << stride;
+        }
+    }
+}
+
 }  // namespace
 }  // namespace octavo

@@ -140,6 +140,21 @@ TEST(LatentPlan, FewRowsOfManySequencesHaveAKernelOfTheirOwn) {
     EXPECT_TRUE(decodes(args));
 }
 
+// latent_decode reads the first page even where no sequence has a key, and the copy engine's maps need pages.
+TEST(LatentPlan, WithoutPagesKernelsServeThatReadNone) {
+    for (int64_t batch : {1, 16, 32, 300}) {
+        for (int64_t heads : {16, 128}) {
+            LatentAttentionArgs args = latent(batch, heads, 4096);
+            args.kv_pages.shape[0] = 0;
+            EXPECT_EQ(explain(args, "h200").kernel.find("latent_attention"), 0u) << batch << " x " << heads;
+            args = latent(batch, heads, 4096, true);
+            args.kv_pages.shape[0] = 0;
+            EXPECT_EQ(explain(args, "h200").kernel.find("sm90_latent_attention"), 0u)
+                << batch << " x " << heads;
+        }
+    }
+}
+
 TEST(LatentPlan, ManyRowsAreScheduledWhereSplitsWouldLeaveSmsIdle) {
     const auto is_scheduled = [](const LatentAttentionArgs& args, const char* gpu = "h200") {
         const Explanation text = explain(args, gpu);

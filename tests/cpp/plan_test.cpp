@@ -50,6 +50,22 @@ TEST(Plan, DecodeOfManySequences) {
     EXPECT_EQ(decode_plan(paged({256, 96, 8, 1, 64})), "even many 1");
 }
 
+// The kernel that combines splits would write the rows of earlier sequences, too.
+TEST(Plan, TheRestOfAPackedBatchIsNotSplit) {
+    Shape shape{1, 8192};
+    const Gpu& gpu = *cuda::find_gpu("a100");
+    const auto num_splits = [](const KernelPlan& plan) { return std::get<cuda::Sm80Plan>(plan).num_splits; };
+    for (int64_t queries : {64, 100}) {
+        shape.queries = queries;
+        PagedAttentionArgs args = paged(shape);
+        EXPECT_GT(num_splits(cuda::plan_kernel(checked(args), gpu)), 1);
+        EXPECT_EQ(num_splits(cuda::plan_rest(checked(args), gpu)), 1);
+        args.num_splits = 3;
+        EXPECT_EQ(num_splits(cuda::plan_kernel(checked(args), gpu)), 3);
+        EXPECT_EQ(num_splits(cuda::plan_rest(checked(args), gpu)), 1);
+    }
+}
+
 // As many blocks as are chosen, in fixed splits; what the kernel does not serve, no other one does.
 TEST(Plan, DecodeOfChosenPages) {
     auto chosen = [](const Shape& shape, int64_t num_chosen) {

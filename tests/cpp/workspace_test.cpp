@@ -7,9 +7,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <future>
 #include <map>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,11 +24,12 @@ struct Object {
 
 std::string failing;  // the call that fails next, once
 std::set<void*> allocations;
+std::set<void*> freed;  // they stay, so that no address is used twice
 int num_streams = 0;
 cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 unsigned long long capture = 0;  // that every stream is in; 0: none
 std::set<Object*> objects;
-std::map<cudaGraph_t, Object*> kept_by_graphs;
+std::multimap<cudaGraph_t, Object*> kept_by_graphs;
 
 cudaError_t result_of(const char* call) {
     if (failing != call) return cudaSuccess;
@@ -43,11 +46,10 @@ void destroy(Object* object) {
 }
 
 void end_capture() {
-    const auto found = kept_by_graphs.find(graph_of(capture));
+    const auto [begin, end] = kept_by_graphs.equal_range(graph_of(capture));
     capture = 0;
-    if (found == kept_by_graphs.end()) return;
-    destroy(found->second);
-    kept_by_graphs.erase(found);
+    for (auto kept = begin; kept != end; ++kept) destroy(kept->second);
+    kept_by_graphs.erase(begin, end);
 }
 
 }  // namespace
@@ -64,7 +66,7 @@ cudaError_t cudaFree(void* pointer) {
     EXPECT_EQ(mode, cudaStreamCaptureModeRelaxed);
     EXPECT_EQ(num_streams, 0);
     EXPECT_EQ(allocations.erase(pointer), 1u);
-    std::free(pointer);
+    freed.insert(pointer);
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
@@ -118,7 +120,7 @@ cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
 }
 cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned) {
     if (const cudaError_t status = result_of("cudaGraphRetainUserObject")) return status;
-    EXPECT_TRUE(kept_by_graphs.emplace(graph, reinterpret_cast<Object*>(object)).second);
+    kept_by_graphs.emplace(graph, reinterpret_cast<Object*>(object));
     return cudaSuccess;
 }
 // For class Workspace, which is not tested here.
@@ -192,6 +194,87 @@ TEST(Workspace, OfCallsThatGrowSlowlyIsSeldomOutgrown) {
     const size_t num_allocations = allocations.size();
     for (size_t size = 1; size <= 4096; ++size) persistent_workspace(2, nullptr, 16 * size, size);
     EXPECT_LE(allocations.size(), num_allocations + 13);
+}
+
+PersistentWorkspace workspace_of(int32_t device, uintptr_t stream) {
+    return persistent_workspace(device, reinterpret_cast<cudaStream_t>(stream), 100, 4);
+}
+void use_streams(int32_t device, uintptr_t first, uintptr_t last) {
+    for (uintptr_t stream = first; stream <= last; ++stream) workspace_of(device, stream);
+}
+
+TEST(Workspace, OfStreamsWithoutEndIsBounded) {
+    constexpr int32_t kDevice = 3;
+    constexpr uintptr_t kLiving = 10;
+    const size_t num_allocations = allocations.size();
+    const PersistentWorkspace of_other_device = workspace_of(kDevice + 1, 1);
+    const PersistentWorkspace living = workspace_of(kDevice, kLiving), first = workspace_of(kDevice, 100);
+    for (uintptr_t stream = 101; stream < 1000; ++stream) {
+        EXPECT_NE(workspace_of(kDevice, stream).counters, living.counters);
+        EXPECT_LE(allocations.size(), num_allocations + 130);
+        if (stream % 30 == 0) {
+            EXPECT_EQ(workspace_of(kDevice, kLiving).counters, living.counters);
+        }
+    }
+    EXPECT_EQ(allocations.count(of_other_device.counters), 1u);
+    EXPECT_EQ(freed.count(first.counters), 1u);
+    EXPECT_EQ(allocations.count(workspace_of(kDevice, 100).counters), 1u) << "it may live on";
+}
+
+TEST(Workspace, IsKeptIfFreeingOthersFails) {
+    constexpr int32_t kDevice = 5;
+    use_streams(kDevice, 1, 128);
+    const std::set<void*> before = allocations;
+    failing = "cudaThreadExchangeStreamCaptureMode";
+    EXPECT_THROW(workspace_of(kDevice, 129), DeviceError);
+    EXPECT_EQ(allocations, before);
+    workspace_of(kDevice, 129);
+    EXPECT_EQ(allocations.size(), before.size() + 1 - 64);
+}
+
+TEST(Workspace, ThatAThreadMayStillLaunchWithIsKept) {
+    constexpr int32_t kDevice = 6;
+    std::promise<PersistentWorkspace> got;
+    std::promise<void> may_end;
+    std::thread thread([&] {
+        workspace_of(kDevice, 1);
+        got.set_value(workspace_of(kDevice, 2));
+        may_end.get_future().wait();
+    });
+    const PersistentWorkspace held = got.get_future().get();
+    use_streams(kDevice, 100, 1000);
+    EXPECT_EQ(allocations.count(held.counters), 1u);
+    may_end.set_value();
+    thread.join();
+    use_streams(kDevice, 1001, 2000);
+    EXPECT_EQ(freed.count(held.counters), 1u);
+}
+
+TEST(Workspace, OfACaptureIsKept) {
+    constexpr int32_t kDevice = 7;
+    capture = 4;
+    const PersistentWorkspace captured = workspace_of(kDevice, 1);
+    capture = 0;
+    use_streams(kDevice, 1, 1000);
+    EXPECT_EQ(allocations.count(captured.counters), 1u);
+    capture = 4;
+    EXPECT_EQ(workspace_of(kDevice, 1).counters, captured.counters);
+    end_capture();
+}
+
+// All threads have the same handle for a stream of their own.
+TEST(Workspace, OfThreadsThatJoinACaptureIsNotShared) {
+    const auto workspace = [] { return persistent_workspace(8, cudaStreamPerThread, 100, 4).counters; };
+    capture = 5;
+    const uint32_t* const own = workspace();
+    const uint32_t* others[2];
+    for (const uint32_t*& other : others) std::thread([&] { other = workspace(); }).join();
+    EXPECT_NE(others[0], own);
+    EXPECT_NE(others[1], own);
+    EXPECT_NE(others[0], others[1]) << "a thread that follows one is another";
+    EXPECT_EQ(workspace(), own);
+    end_capture();
+    EXPECT_TRUE(objects.empty());
 }
 
 }  // namespace

@@ -310,6 +310,16 @@ PAGED = Q[:, 0], K, K, np.array([[0], [1]], np.int32), np.array([30, 30], np.int
             ValueError,
             r"bidirectional_ranges\[0, 0\], \[3, 2147483648\), must end below 2\^31",
         ),
+        (
+            np.array([[[2**32, 5]], [[0, 0]]], np.int64),
+            ValueError,
+            r"_ranges\[0, 0\], \[4294967296, 5\), must have bounds that fit into int32",
+        ),
+        (
+            np.array([[[0, 0]], [[1, 5 - 2**32]]], np.int64),
+            ValueError,
+            r"_ranges\[1, 0\], \[1, -4294967291\), must have bounds that fit into int32",
+        ),
     ],
     ids=str,
 )  # fmt: skip

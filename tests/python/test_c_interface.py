@@ -195,6 +195,35 @@ def test_merge_states(library):
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.parametrize("which", [0, 2])
+def test_merge_states_in_place(library, which):
+    states = [normal(3, 2, 8), normal(3, 2), normal(3, 2, 8) + 1, normal(3, 2) - 1]
+    expected = octavo.merge_states(*states)
+    results = states[which : which + 2]
+    library.call("merge_states", *(byref(Tensor.of(array)) for array in (*states, *results)), None)
+    for ours, theirs in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("result", "other"),
+    [(a, b) for a in ("out", "lse") for b in ("out_a", "lse_a", "out_b", "lse_b", "out") if a != b],
+)
+def test_merge_states_of_results_that_overlap(library, result, other):
+    """A result that begins one element behind another array would be written before inputs are read."""
+    memory = np.zeros(100, np.float32)
+    shapes = dict.fromkeys(("out_a", "out_b", "out"), (3, 2, 8))
+    shapes |= dict.fromkeys(("lse_a", "lse_b", "lse"), (3, 2))
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    for name, begin in ((other, 0), (result, 1)):
+        arrays[name] = memory[begin : begin + arrays[name].size].reshape(shapes[name])
+    order = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
+    message = f"merge_states: {result} must not overlap {other} in memory"
+    with pytest.raises(OctavoError, match=message) as error:
+        library.call("merge_states", *(byref(Tensor.of(arrays[name])) for name in order), None)
+    assert error.value.status == 1
+
+
 def test_rotary_append(library):
     arrays = {"k": normal(3, 2, 16), "v": normal(3, 2, 16) + 1, "q": normal(3, 4, 16)}
     arrays |= {"rotary_cos": normal(12, 4), "rotary_sin": normal(12, 4) + 1}
@@ -300,6 +329,31 @@ def test_linear(library):
     assert error.value.status == 2
 
 
+def empty(*shape, dtype="float32"):
+    """An array without elements, and without data."""
+    assert 0 in shape
+    return Tensor(shape=(c_int64 * len(shape))(*shape), ndim=len(shape), dtype=c_interface.DTYPES[dtype])
+
+
+def test_empty_arrays_need_no_data(library):
+    pages = {"k_pages": normal(3, 4, 2, 16), "v_pages": normal(3, 4, 2, 16)}
+    before = {name: x.copy() for name, x in pages.items()}
+    new = {"k": empty(0, 2, 16), "v": empty(0, 2, 16)}
+    library.append_kv(**new, **pages, slot_mapping=empty(0, dtype="int64"))
+    tables = {"page_table": empty(0, 2, dtype="int32"), "seq_lens": empty(0, dtype="int32")}
+    library.append_kv(**new, **pages, **tables)
+    to = {f"to_{name}": empty(0, 4, 2, 16) for name in pages}
+    library.copy_pages(**pages, **to, copies=empty(0, 2, dtype="int32"))
+    for name, array in pages.items():
+        np.testing.assert_array_equal(array, before[name])
+    one = {"to_k_pages": empty(0, 4, 2, 16), "copies": empty(0, 2, dtype="int32")}
+    with pytest.raises(OctavoError, match="to_v_pages must be given together; got only to_k_pages"):
+        library.copy_pages(**pages, **one)
+    results = {"out": normal(1, 3, 2, 8), "lse": Tensor(shape=(c_int64 * 3)(1, 3, 2), ndim=3)}
+    with pytest.raises(OctavoError, match="attention: lse must have data"):
+        library.attention(q=normal(1, 3, 2, 8), k=normal(1, 3, 2, 8), v=normal(1, 3, 2, 8), **results)
+
+
 def test_copies(library):
     here, there = normal(2, 5, 4, 1, 8), normal(2, 3, 4, 1, 8)
     expected = here.copy(), there.copy()
@@ -351,6 +405,19 @@ def test_codes(library, kind):
         np.testing.assert_array_equal(out, again)
         with pytest.raises(OctavoError, match="k_scale must not be given both as a number and as an array"):
             library.paged_attention(q=q, out=again, **rows, **pages, **static, k_scale=0.5)
+        ones = {"k_scale": np.ones(1, np.float32), "v_scale": np.ones(1, np.float32)}
+        expected = octavo.paged_attention(q, **rows, **pages, **ones)
+        as_arrays = {f"{name}_array": x for name, x in ones.items()}
+        library.paged_attention(q=q, out=out, **rows, **pages, **as_arrays)
+        np.testing.assert_array_equal(out, expected)
+        message = (
+            r"v_scale \(1\) means none, and pages of int8 need a scale: give v_scale_array, which may be 1, "
+            "v_scales, or another v_scale"
+        )
+        with pytest.raises(OctavoError, match=f"paged_attention: {message}"):
+            library.paged_attention(q=q, out=out, **rows, **pages, k_scale=0.5, v_scale=1)
+        with pytest.raises(OctavoError, match=f"append_kv: {message}"):
+            library.append_kv(k=k[:1], v=v[:1], **rows, **pages, k_scale=0.5, v_scale=1)
     else:
         for wrong, message in (
             (0, "kv_dtype must be float8_e4m3fn, float8_e5m2 or int4; got float32"),

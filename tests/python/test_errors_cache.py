@@ -148,6 +148,19 @@ CASES = [
         "copies[1, 1] (2) is also copied to by another row; copies are made in no particular order",
         copies=i32([[0, 2], [1, 2]]),
     ),
+    *(
+        case(
+            *C,
+            ValueError,
+            f"a token and head of {name} must take less than 2 GiB; got head_dim {size} of {dtype}",
+            **(
+                dict.fromkeys(("k_pages", "v_pages"), np.ones((0, 4, 2, 8), dtype))
+                | {name: np.ones((0, 4, 2, size), dtype)}
+            ),
+        )
+        for name in ("k_pages", "v_pages")
+        for dtype, size in (("float32", 2**29), ("float16", 2**30))
+    ),
     # copy_pages between caches
     case(
         *B,

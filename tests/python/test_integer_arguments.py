@@ -285,3 +285,17 @@ def test_on_a_gpu_the_check_finds_numbers_beyond_32_bits() -> None:
     table = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match=rf"seq_lens\[0\] must lie in \[0, .*; got {2**32 + 5}"):
         octavo.check_page_table(table, lens + 2**32, num_pages=3, page_size=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_on_a_gpu_the_check_reads_rows_that_overlap(kind: str) -> None:
+    """Rows expanded from one, and windows of one array."""
+    torch = pytest.importorskip("torch")
+    pages = torch.tensor([0, 1, 2, 3, 4], dtype=getattr(torch, kind), device="cuda")
+    lens = torch.tensor([8, 8, 8], dtype=torch.int32, device="cuda")
+    windows = pages.as_strided((3, 2), (1, 1), 1)
+    for table, wrong in ((pages[3:].expand(3, 2), "0, 1"), (windows, "2, 1")):
+        octavo.check_page_table(table, lens, num_pages=5, page_size=4)
+        with pytest.raises(ValueError, match=rf"page_table\[{wrong}\] must lie in .* = 4\); got 4"):
+            octavo.check_page_table(table, lens, num_pages=4, page_size=4)

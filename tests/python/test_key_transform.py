@@ -215,6 +215,28 @@ def test_static_scale_and_shared_prefix() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def with_an_empty_sequence(query: float) -> dict[str, Any]:
+    """The arguments of a call whose second sequence has no tokens; `query` fills its query."""
+    arguments = transform_of("offset+scale+rotated", 2, 64)
+    cache, table, lengths = filled("int8", [20, 0], arguments, 64)
+    q = np.random.default_rng(3).standard_normal((2, 8, 64)).astype(np.float32)
+    q[1] = query
+    return {"q": q, "page_table": table, "seq_lens": lengths, **cache.arguments, **arguments}
+
+
+@pytest.mark.parametrize("query", [np.nan, np.inf, -np.inf])
+def test_a_row_that_sees_no_key_lacks_no_term(query: float) -> None:
+    """Its LSE is -inf, or its sink, and its output is 0, whatever its query holds."""
+    given = with_an_empty_sequence(query)
+    out, lse = octavo.paged_attention(return_lse=True, **given)
+    assert np.isfinite(lse[0]).all() and np.isneginf(lse[1]).all() and not out[1].any()
+    sinks = np.linspace(-3.0, 4.0, 8, dtype=np.float32)
+    out, lse = octavo.paged_attention(return_lse=True, sinks=sinks, **given)
+    np.testing.assert_array_equal(lse[1], sinks)
+    assert not out[1].any()
+    assert not octavo.paged_attention(sinks=sinks, **given)[1].any()
+
+
 def test_out_may_be_q() -> None:
     arguments = transform_of("offset+rotated", 2, 64)
     cache, table, lengths = filled("int4", [70, 33], arguments, 64)
@@ -377,6 +399,20 @@ def on_gpu(torch: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return torch.from_numpy(np.ascontiguousarray(x)).cuda()
 
     return {name: move(x) for name, x in arguments.items() if name != "kv_dtype"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query", [np.nan, np.inf, -np.inf])
+def test_a_row_that_sees_no_key_lacks_no_term_on_a_gpu(torch: Any, query: float) -> None:
+    given = with_an_empty_sequence(query)
+    gpu = on_gpu(torch, {**given, "q": given["q"].astype(np.float16)})
+    out, lse = octavo.paged_attention(return_lse=True, **gpu)
+    assert lse[0].isfinite().all() and lse[1].isneginf().all() and not out[1].any()
+    sinks = torch.linspace(-3.0, 4.0, 8, device="cuda")
+    out, lse = octavo.paged_attention(return_lse=True, sinks=sinks, **gpu)
+    torch.testing.assert_close(lse[1], sinks)
+    assert not out[1].any()
+    assert not octavo.paged_attention(sinks=sinks, **gpu)[1].any()
 
 
 @pytest.mark.gpu

@@ -295,6 +295,19 @@ def test_no_sequences(target: Target) -> None:
     assert octavo.latent_attention(*empty, *table, softmax_scale=1.0).shape == (0, 4, V_DIM)
 
 
+@fp8_target
+@pytest.mark.parametrize("batch", [1, 16, 32])
+def test_no_pages(target: Target, batch: int) -> None:
+    """Sequences without tokens over a cache without pages, for any number of which kernels differ."""
+    q = target.array(np.ones((batch, 16, QK_DIM)))
+    table, lengths = target.int32(np.zeros((batch, 64))), target.int32(np.zeros(batch))
+    no_pages = np.zeros((0, 64, QK_DIM))
+    for pages in (target.array(no_pages), fp8_array(target, no_pages)):
+        given = {"softmax_scale": SCALE, "return_lse": True}
+        out, lse = map(target.library.to_float64, octavo.latent_attention(q, pages, table, lengths, **given))
+        assert not out.any() and np.isneginf(lse).all()
+
+
 def check_append(problem: Problem) -> None:
     target = problem.target
     _, kv, table, lengths = problem.arrays()

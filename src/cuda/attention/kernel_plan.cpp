@@ -21,6 +21,17 @@ KernelPlan plan_kernel(const AttentionParams& p, const Gpu& gpu) {
     return plan_sm80_attention(p, gpu);
 }
 
+KernelPlan plan_rest(const AttentionParams& p, const Gpu& gpu) {
+    const KernelPlan plan = plan_kernel(p, gpu);
+    const auto* const sm80 = std::get_if<Sm80Plan>(&plan);
+    if (!sm80 || sm80->num_splits == 1 || !p.cu_seqlens_q) return plan;
+    // combine_splits_kernel writes the rows of all tokens before the batch's last one, and no split has those
+    // of earlier sequences.
+    AttentionParams whole = p;
+    whole.num_splits = 1;
+    return plan_sm80_attention(whole, gpu);
+}
+
 int32_t num_sequences(const KernelPlan& plan) {
     return std::visit([](const auto& plan) { return plan.num_sequences; }, plan);
 }

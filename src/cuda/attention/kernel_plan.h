@@ -20,6 +20,10 @@ using KernelPlan =
 // Returns the plan of the first kernel that serves, in the order above. There must be at least one query.
 KernelPlan plan_kernel(const AttentionParams& params, const Gpu& gpu);
 
+// Returns the plan for what is left of a batch behind the sequences of an earlier plan. Of packed queries,
+// total_q is still that of the whole batch.
+KernelPlan plan_rest(const AttentionParams& params, const Gpu& gpu);
+
 // How many sequences the plan covers, from the first of the batch on. The others need another plan.
 int32_t num_sequences(const KernelPlan& plan);
 

@@ -47,7 +47,7 @@ void run_kernels(AttentionParams p, KernelPlan plan, cudaStream_t stream) {
         if (rest == 0) return;
         p.batch += rest;
         p = behind(p, count);
-        plan = plan_kernel(p, gpu_of(p.device.index));
+        plan = plan_rest(p, gpu_of(p.device.index));
     }
 }
 

@@ -49,7 +49,8 @@ __global__ void shift_lse_kernel(const __grid_constant__ PagedAttentionParams p,
     const int64_t i = int64_t{blockIdx.x} * kShiftThreads + threadIdx.x;
     const int64_t token = i / p.num_q_heads, head = i % p.num_q_heads;
     if (token >= (p.cu_seqlens_q ? p.cu_seqlens_q[p.batch] : p.total_q)) return;
-    p.lse[token * p.lse_token_stride + head * p.lse_head_stride] += shifts[i];
+    float& lse = p.lse[token * p.lse_token_stride + head * p.lse_head_stride];
+    lse = KeyTransform::of_lse(lse, shifts[i]);
 }
 
 // Runs in place of shift_lse_kernel where there are sinks. `lse`, with these strides, is the one that the
@@ -62,7 +63,7 @@ __global__ void add_sinks_kernel(const __grid_constant__ PagedAttentionParams p,
     const int64_t i = warp_row(), token = i / p.num_q_heads, head = i % p.num_q_heads;
     if (token >= (p.cu_seqlens_q ? p.cu_seqlens_q[p.batch] : p.total_q)) return;
     float& row_lse = lse[token * lse_token_stride + head * lse_head_stride];
-    const MergeWeights weights = MergeWeights::make(row_lse + shifts[i], p.sinks[head]);
+    const MergeWeights weights = MergeWeights::make(KeyTransform::of_lse(row_lse, shifts[i]), p.sinks[head]);
     __syncwarp();  // all lanes have read the LSE
     if (threadIdx.x % 32 == 0) row_lse = weights.lse;
     T* const out = static_cast<T*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;

@@ -77,9 +77,10 @@ bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const G
            p.softmax_scale > 0.0f && aligned(p.out, 16, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
-// Whether latent_decode can serve the call, which needs all rows of a sequence in one tile.
+// Whether latent_decode can serve the call, which needs all rows of a sequence in one tile, and pages: it
+// copies zeros from the first one where a sequence has no keys.
 bool can_decode(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
-    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned &&
+    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && p.num_pages > 0 &&
            int64_t{p.seqlen_q} * p.num_q_heads <= kLatentRows &&
            can_schedule(p, latent_decode_keys(plan.is_fp8())) &&
            aligned(p.out, 4, {p.out_token_stride, p.out_head_stride}, p.dtype);
