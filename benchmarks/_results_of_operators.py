@@ -143,6 +143,43 @@ def quantised_prefill(results: Path) -> str:
     return format_table(header, rows, numbers=len(header) - 2)
 
 
+def _prefill_rows(results: Path, paged: bool) -> dict[str, dict[str, Row]]:
+    """The rows of prefill by case and GPU, of paged arrays or of the others."""
+    rows: dict[str, dict[str, Row]] = {}
+    for gpu, row in rows_of(results, "prefill"):
+        if bool(row["shape"]["page_size"]) == paged:
+            rows.setdefault(row["case"], {})[gpu] = row
+    return rows
+
+
+def prefill(results: Path) -> str:
+    """Attention over dense and packed arrays beside the peers, in TFLOP/s."""
+    gpus = gpus_with(results, "prefill")
+    lines = []
+    for case, by_gpu in _prefill_rows(results, paged=False).items():
+        cells = [case.replace("_", " "), next(iter(by_gpu.values()))["shape"]["heads"]]
+        for gpu in gpus:
+            rates = by_gpu[gpu]["tflops"] if gpu in by_gpu else {}
+            found = [rates.get(contestant) for contestant in (OCTAVO, "cudnn", "fa3")]
+            peers = [x for x in found[1:] if x]
+            cells += ["" if x is None else f"{x:.0f}" for x in found]
+            cells.append(f"{found[0] / max(peers):.2f}" if found[0] and peers else "")
+        lines.append(cells)
+    header = ["case", "heads", *(x for gpu in gpus for x in (gpu, "cuDNN", "FA3", "ratio"))]
+    return format_table(header, lines, numbers=len(header) - 2)
+
+
+def paged_prefill(results: Path) -> str:
+    """Paged batches of many queries beside FlashAttention-3, in microseconds."""
+    gpus = gpus_with(results, "prefill")
+    lines = []
+    for case, by_gpu in _prefill_rows(results, paged=True).items():
+        times = [by_gpu[gpu]["us"].get(x) if gpu in by_gpu else None for gpu in gpus for x in (OCTAVO, "fa3")]
+        lines.append([case, *("" if us is None else f"{us:.0f}" for us in times)])
+    header = ["case", *(x for gpu in gpus for x in (gpu, "FA3"))]
+    return format_table(header, lines, numbers=len(header) - 1)
+
+
 def latent(results: Path) -> str:
     """Latent attention beside the peers and the floor, and what its products come to."""
     rows = []
