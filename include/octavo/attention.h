@@ -132,8 +132,8 @@ void attention_backward(const AttentionBackwardArgs& args);
 
 // The exact result over two disjoint sets of keys from the results over each (FlashAttention's
 // log-sum-exp merge). out_* [..., head_dim], lse_* float32 [...]. `out` may be out_a or out_b, and `lse`
-// lse_a or lse_b; otherwise results must not overlap inputs, or each other, in memory. Sinks must have joined
-// one of the results only.
+// lse_a or lse_b; otherwise the memory from a result's first element to its last must not overlap that of an
+// input or of the other result. Sinks must have joined one of the results only.
 struct MergeStatesArgs {
     TensorView out_a, lse_a, out_b, lse_b;
     TensorView out, lse;

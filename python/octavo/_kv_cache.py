@@ -139,8 +139,8 @@ class KVCache(KVSequences):
 
         Pages that are written and shared are copied in all layers (copy-on-write). With a prefix cache, where
         a layer of the step fails so that keys and values of `tokens` are not written, ``truncate`` the
-        sequences before the next ``step``, ``create`` with tokens, ``fork``, ``reorder``, ``preempt`` or
-        ``free``, which store full pages: or pages are found that were never written.
+        sequences before the next ``step``, ``create`` with tokens or a namespace, ``fork``, ``reorder``,
+        ``preempt`` or ``free``, which store full pages: or pages are found that were never written.
 
         Args:
             seqs: handles, at most max_batch; none may come twice.

@@ -12,7 +12,8 @@ from octavo._transformers_packing import Packing
 from octavo._transformers_refusals import refuse
 
 # What reads a tensor's elements, and makes no other one of them.
-_READING = {"__bool__", "__float__", "__int__", "allclose", "equal", "item", "numpy", "tolist"}
+_READING = {"__array__", "__bool__", "__contains__", "__dlpack__", "__float__", "__int__"}
+_READING |= {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
 
 
 def refuse_to_be_read() -> NoReturn:

@@ -312,6 +312,14 @@ TEST(Plan, MixedBatchesOverCodes) {
     EXPECT_EQ(field(of_longer, "attention"), "sm90_attention<bfloat16, head_dim 128, 128 rows>")
         << "five rounds of 103 tiles take less time than four of 88 with 192 rows";
     EXPECT_EQ(field(of_longer, "sms_left"), "29");
+    for (int64_t head_dim : {80, 96}) {  // tiles of 128 columns would compute more of them
+        Shape narrow{22, 2048};
+        narrow.head_dim = head_dim;
+        narrow.queries = 512;
+        narrow.total_q = 2 * 512 + 20;
+        EXPECT_EQ(field(explain(with_scales(over_codes(narrow)), "h200"), "attention"),
+                  "sm90_attention<bfloat16, head_dim 96, 192 rows>");
+    }
 
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "many_queries"), "384") << "1536 rows";
     shape.queries = 383;
