@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -454,6 +455,9 @@ def test_a_mask_is_no_tensor_to_compute_with():
         lambda: mask.split(1),
         lambda: mask.clone(),
         lambda: mask.tolist(),
+        lambda: np.asarray(mask),
+        lambda: np.from_dlpack(mask),
+        lambda: 1.0 in mask,
     ):
         with pytest.raises(ValueError, match="the model computes with its mask"):
             compute()
