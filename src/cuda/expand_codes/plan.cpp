@@ -275,7 +275,8 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
         // The row tiles were chosen for as many long sequences as there may be, and there are likely fewer.
         const Sm90Tiles& chosen = kSm90Tiles[plan->attention.row];
         for (int32_t row = 0; row < static_cast<int32_t>(std::size(kSm90Tiles)); ++row) {
-            if (kSm90Tiles[row].head_dim != chosen.head_dim || kSm90Tiles[row].value_dim != chosen.value_dim)
+            const Sm90Tiles& tiles = kSm90Tiles[row];
+            if (&tiles == &chosen || tiles.head_dim != chosen.head_dim || tiles.value_dim != chosen.value_dim)
                 continue;
             const auto other = make_plan(p, gpu, many_queries, num_slots, nullptr, row);
             if (!other) continue;
