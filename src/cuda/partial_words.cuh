@@ -39,10 +39,11 @@ __device__ __forceinline__ uint3 grid_index([[maybe_unused]] const PartialWorksp
 #endif
 }
 
-// A number as a word that is never zero.
+// A number as a word that is never zero: zero becomes -0, which adds and compares as zero does, so that
+// whoever reads it has nothing to decode.
 struct NonZero {
-    __device__ static uint32_t encode(float x) { return max(~__float_as_uint(x), 1u); }
-    __device__ static float decode(uint32_t word) { return __uint_as_float(~word); }
+    __device__ static uint32_t encode(float x) { return __float_as_uint(x == 0.0f ? -0.0f : x); }
+    __device__ static float decode(uint32_t word) { return __uint_as_float(word); }
 };
 
 }  // namespace octavo::cuda

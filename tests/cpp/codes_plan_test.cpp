@@ -47,6 +47,18 @@ TEST(Plan, OneSequenceOverCodes) {
     }
 }
 
+// Where splits are short, and combiners would find no SM, an item's last split combines its splits.
+TEST(Plan, WhoCombinesOverCodes) {
+    auto combiners = [](const PagedAttentionArgs& args) {
+        return field(explain(args, "h200"), "combiners_per_item");
+    };
+    EXPECT_EQ(combiners(over_int4({1, 8192})), "0");
+    EXPECT_EQ(combiners(over_codes({1, 4096})), "0");
+    EXPECT_EQ(combiners(over_codes({1, 8192})), "1");
+    EXPECT_EQ(combiners(over_int4({1, 16384})), "1");
+    EXPECT_EQ(combiners(over_int4({1, 1024})), "1") << "all fit";
+}
+
 // Sixteen rows are short up to two blocks for each of four warps.
 TEST(Plan, ShortItemsOfSixteenRowsOverCodes) {
     Shape shape{8, 256, 2, 16};

@@ -199,9 +199,16 @@ TEST(CudaDecodeDealt, AgreesWithTheCpuOnRaggedBatches) {
 
 // ---- plans that would not be chosen
 
+struct OtherPlan {
+    cuda::SplitPolicy policy;
+    cuda::SplitKvItems items;
+    int32_t num_splits;
+    bool combines_in_last_split;
+};
+
 // The same problem worked through by another policy, with CTAs of another configuration and in other splits.
-cuda::SplitKvPlan altered(cuda::SplitKvPlan plan, const AttentionParams& p, cuda::SplitPolicy policy,
-                          cuda::SplitKvItems items, int32_t num_splits) {
+cuda::SplitKvPlan altered(cuda::SplitKvPlan plan, const AttentionParams& p, const OtherPlan& other) {
+    const auto [policy, items, num_splits, combines_in_last_split] = other;
     const cuda::DecodeTiles& tiles = plan.tiles();
     const int32_t rows = p.seqlen_q * p.group_size();
     int32_t warps = cuda::decode_warps(tiles.head_dim, tiles.row_tiles);
@@ -221,35 +228,36 @@ cuda::SplitKvPlan altered(cuda::SplitKvPlan plan, const AttentionParams& p, cuda
     plan.partial_words = rows * (tiles.head_dim + 2 * warps);
     while (1 << plan.warps_per_row_log2 < warps && 8 << plan.warps_per_row_log2 < num_splits)
         ++plan.warps_per_row_log2;
+    if (combines_in_last_split) return plan;
     plan.combiners_per_item = static_cast<int32_t>(cuda::ceil_divide(rows, warps >> plan.warps_per_row_log2));
     return plan;
 }
 
 void expect_every_plan_right(PagedCall& call) {
     using cuda::SplitKvItems, cuda::SplitPolicy;
-    struct Other {
-        SplitPolicy policy;
-        SplitKvItems items;
-        int32_t num_splits;
-    };
-    std::vector<Other> others;
+    std::vector<OtherPlan> others;
     for (const int32_t num_splits : {1, 2, 7, 40}) {
         if (is_small_scale() && num_splits == 2) continue;
         for (const SplitKvItems items :
              {SplitKvItems::long_items, SplitKvItems::short_items, SplitKvItems::many_items}) {
-            others.push_back({SplitPolicy::even, items, num_splits});
-            others.push_back({SplitPolicy::sized, items, num_splits});
+            others.push_back({SplitPolicy::even, items, num_splits, false});
+            others.push_back({SplitPolicy::sized, items, num_splits, false});
         }
-        others.push_back({SplitPolicy::by_length, SplitKvItems::long_items, num_splits});
+        others.push_back({SplitPolicy::by_length, SplitKvItems::long_items, num_splits, false});
+        if (num_splits == 1) continue;
+        others.push_back({SplitPolicy::even, SplitKvItems::long_items, num_splits, true});
+        others.push_back({SplitPolicy::sized, SplitKvItems::many_items, num_splits, true});
+        others.push_back({SplitPolicy::by_length, SplitKvItems::long_items, num_splits, true});
     }
     call.run_on_cpu();
-    for (const Other& other : others) {
+    for (const OtherPlan& other : others) {
         SCOPED_TRACE("policy " + std::to_string(static_cast<int>(other.policy)) + ", items " +
                      std::to_string(static_cast<int>(other.items)) + ", splits " +
-                     std::to_string(other.num_splits));
+                     std::to_string(other.num_splits) +
+                     (other.combines_in_last_split ? ", combined by the last" : ""));
         auto plan_of = [&other](const AttentionParams& p, const cuda::Gpu& gpu, std::string* why_not) {
             auto plan = cuda::plan_split_kv(p, gpu, why_not);
-            if (plan) plan = altered(*plan, p, other.policy, other.items, other.num_splits);
+            if (plan) plan = altered(*plan, p, other);
             return plan;
         };
         call.expect_right([&](const PagedAttentionArgs& args) { run_by(plan_of, args); });

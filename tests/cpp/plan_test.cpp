@@ -37,6 +37,18 @@ TEST(Plan, DecodeOfFewSequences) {
     EXPECT_EQ(decode_plan(paged({33, 2000, 1, 8})), "sized short 4");
 }
 
+// By length, an item's last split combines its splits, unless it has not enough warps for the rows.
+TEST(Plan, WhoCombines) {
+    auto combiners = [](const Shape& shape) {
+        return field(explain(paged(shape), "h200"), "combiners_per_item");
+    };
+    EXPECT_EQ(combiners({1, 4096}), "1");
+    EXPECT_EQ(combiners({4, 4096}), "0");
+    EXPECT_EQ(combiners({4, 4096, 8, 7}), "2");
+    EXPECT_EQ(combiners({32, 2000, 1, 8}), "2");
+    EXPECT_EQ(combiners({64, 4096}), "1");
+}
+
 TEST(Plan, DecodeOfManySequences) {
     EXPECT_EQ(decode_plan(paged({16, 128})), "even short 1");
     EXPECT_EQ(decode_plan(paged({400, 512})), "even many 1");

@@ -23,7 +23,7 @@ class CodeCopier : public QueryRowCopier<T, Config> {
     };
 
     __device__ CodeCopier(const AttentionParams& p, const CodeLayout& layout)
-        : Base(p), layout_(layout), scale_place_(StepScales::place(threadIdx.x % 32)) {
+        : Base(p), layout_(layout), scale_place_(ScalePlaces::place(threadIdx.x % 32)) {
         const int k_column = k_.column, v_column = v_.column;
         // Copies of columns from head_dim on, of values from head_dim_v on, write zeros; their address only
         // has to be mapped.
@@ -108,7 +108,7 @@ class CodeCopier : public QueryRowCopier<T, Config> {
         if (!has_scales<Config>(layout_)) return;
         const uint32_t place = to ^ scale_place_;
         copy_scale(place, layout_.k_scales, from);
-        copy_scale(place + StepScales::kOfValue, layout_.v_scales, from);
+        copy_scale(place + ScalePlaces::kOfValue, layout_.v_scales, from);
     }
     __device__ static void copy_scale(uint32_t to, const CodeLayout::Scales& scales, const Place& from) {
         const void* address;  // computed in one instruction, as in chunk_at

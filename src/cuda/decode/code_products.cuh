@@ -42,7 +42,8 @@ class CodeProducts {
     using Weight = float16;
     // Whether values have an offset or a minimum, for which a sum of weights of its own is needed.
     static constexpr bool kHasOffset = kValues == DType::int8 || kValues == DType::int4;
-    using Softmax = TransposedSoftmax<kRowTiles, kDimTiles, kSteps, kHasOffset>;
+    using Softmax = TransposedSoftmax<kRowTiles, kDimTiles, kSteps, kHasOffset, Config::kFourRows>;
+    using Scores = float[kRowTiles][Softmax::kLaneScores];  // this lane's, of 16 keys
 
     __device__ CodeProducts() {
         const int lane = threadIdx.x % 32;
@@ -59,7 +60,7 @@ class CodeProducts {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
             uint32_t words[kQueryWords];
-            load_row(words, q, 8 * r + lane / 4);
+            load_row(words, q, (8 * r + lane / 4) % Config::kRows);
             // Without their signs, numbers of either dtype are in the order of their bits.
             uint32_t largest = 0;
 #pragma unroll
@@ -81,7 +82,7 @@ class CodeProducts {
             if constexpr (kHasSums) add_up(sums, queries_[r]);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int from = 4 * Softmax::row_of(lane, 0, i);  // a lane that loaded this row
+                const int from = 4 * Softmax::row_of(lane, 0, i);  // a lane that has loaded this row
                 const float row_inverse = __shfl_sync(~0u, inverse, from);
                 if constexpr (kKeys == DType::int4) {
                     factors_[r][i] = CodePairs<kKeys>::kUpperUnit * row_inverse;
@@ -95,21 +96,20 @@ class CodeProducts {
     }
 
     // Multiplies the queries by the codes of 16 keys, from key 16 `step` on.
-    __device__ void multiply_q_k(float (&scores)[kRowTiles][4], QueryRows<Config>, KeyRows<Config> k,
-                                 int step) const {
-        float odd[kRowTiles][4];  // a second chain of products
+    __device__ void multiply_q_k(Scores& scores, QueryRows<Config>, KeyRows<Config> k, int step) const {
+        float products[kRowTiles][4], odd[kRowTiles][4];  // two chains of products
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                scores[r][e] = kKeys == DType::int8 ? offsets_[r][e % 2] : 0.0f;
+                products[r][e] = kKeys == DType::int8 ? offsets_[r][e % 2] : 0.0f;
                 odd[r][e] = 0.0f;
             }
         }
         auto multiply = [&](const uint32_t (&a)[4], int word, bool is_odd) {
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
-                ptx::mma_m16n8k16<float16>(kRowTiles == 1 && is_odd ? odd[r] : scores[r], a,
+                ptx::mma_m16n8k16<float16>(kRowTiles == 1 && is_odd ? odd[r] : products[r], a,
                                            queries_[r][word], queries_[r][word + 1]);
             }
         };
@@ -136,31 +136,38 @@ class CodeProducts {
         }
         if (kRowTiles == 1) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) scores[0][e] += odd[0][e];
+            for (int e = 0; e < 4; ++e) products[0][e] += odd[0][e];
         }
+        Softmax::take(scores, products);
     }
 
-    // The factors and terms that follow from the scales of this lane's keys g and g + 8 and of their values.
+    // The factors and terms that follow from the scales of this lane's keys and of their values.
     struct KeyTerms {
-        float scale[2], minimum[2];             // of the key
-        float log2_scale[2], inverse_scale[2];  // of the value
-        float minimum_by_scale[2];
+        static constexpr int kKeys = Softmax::kLaneKeys;
+        float scale[kKeys], minimum[kKeys];             // of the key
+        float log2_scale[kKeys], inverse_scale[kKeys];  // of the value
+        float minimum_by_scale[kKeys];
     };
     __device__ static void load_terms(KeyTerms (&terms)[kSteps], const CodeLayout& layout, uint32_t scales) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (has_scales<Config>(layout)) {
-                const StepScales words = StepScales::load(scales, step);
+                using Scales = StepScales<KeyTerms::kKeys>;
+                const Scales words = Scales::load(scales, step);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) set_terms(terms[step], i, words.keys[i], words.values[i]);
+                for (int i = 0; i < KeyTerms::kKeys; ++i)
+                    set_terms(terms[step], i, words.keys[i], words.values[i]);
             } else {
-                terms[step] = {{1.0f, 1.0f}, {}, {}, {1.0f, 1.0f}, {}};
+                terms[step] = {};
+#pragma unroll
+                for (int i = 0; i < KeyTerms::kKeys; ++i)
+                    terms[step].scale[i] = terms[step].inverse_scale[i] = 1.0f;
             }
         }
     }
 
     // Turns products of codes into scores in units of log2(e), without the terms that depend on positions.
-    __device__ void transform(float (&scores)[kSteps][kRowTiles][4], const ScoreTransform& transform,
+    __device__ void transform(Scores (&scores)[kSteps], const ScoreTransform& transform,
                               const KeyTerms (&terms)[kSteps]) const {
         const bool has_softcap = transform.has_softcap;
 #pragma unroll
@@ -224,20 +231,22 @@ class CodeProducts {
         }
     }
 
-    // The dim of out[r][d][0]; the dim of out[r][d][e] is e / 2 further.
+    // The dim of out[r][d][0] behind finish(); the dim of out[r][d][e] is e / 2 further.
     __device__ static int dim_of(int lane, int d) {
+        d = Softmax::dim_tile_of(lane, d);
         if (kValues == DType::int4) return d / 2 * 32 + lane / 4 * 4 + d % 2 * 2;
         return 16 * d + lane / 4 * 2;
     }
 
     // Call it after the last block: turns sums of weighted codes into sums of weighted values.
     __device__ static void finish(Softmax& softmax) {
+        softmax.sum_out_over_keys();
         if constexpr (kHasOffset) {
             Softmax::for_each_row([&](int r, int i) { softmax.sum_offset_over_keys(r, i); });
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-                for (int d = 0; d < kDimTiles; ++d) {
+                for (int d = 0; d < Softmax::kOwnDimTiles; ++d) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         float& out = softmax.out[r][d][e];

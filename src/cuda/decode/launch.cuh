@@ -41,10 +41,16 @@ inline bool waits_for_new_alone(const AttentionParams& p) {
     return p.static_past && !p.chosen_pages && p.most_queries == 0;
 }
 
-// What launches the instance of a configuration for calls without fixed splits.
+// What launches the instance of a configuration for calls without fixed splits, whose items have up to `rows`
+// rows.
 template <class T, class Config>
-constexpr auto split_kv_launcher([[maybe_unused]] bool plain) {
+constexpr auto split_kv_launcher([[maybe_unused]] bool plain, [[maybe_unused]] int64_t rows) {
     if constexpr (has_plain_calls(Config::kHeadDim, Config::kCodes)) {
+        if constexpr (Config::kRowTiles == 1) {
+            using OfFourRows = typename Config::OfFourRows;
+            if (plain && rows <= OfFourRows::kRows)
+                return launch_split_kv_kernel<T, OfFourRows, SplitKvCalls::plain>;
+        }
         if (plain) return launch_split_kv_kernel<T, Config, SplitKvCalls::plain>;
     }
     return launch_split_kv_kernel<T, Config, SplitKvCalls::all>;
@@ -96,7 +102,8 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     const bool is_short = plan.items == SplitKvItems::short_items;
     // A launch beside numbers has to end behind them, which plain instances do not.
     const bool plain = is_plain(params) && beside != Beside::numbers;
-    auto run = split_kv_launcher<T, Long>(plain);
+    const int64_t rows = int64_t{params.seqlen_q} * params.group_size();
+    auto run = split_kv_launcher<T, Long>(plain, rows);
     if (params.chosen_pages) {
         run = launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, SplitKvCalls::chosen>;
     } else if (plan.policy == SplitPolicy::fixed) {
@@ -105,11 +112,11 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
                 ? launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 2, kCodes>, SplitKvCalls::fixed>
                 : launch_split_kv_kernel<T, FixedItems<kHeadDim, kRowTiles, 1, kCodes>, SplitKvCalls::fixed>;
     } else if (plan.policy == SplitPolicy::by_length) {
-        run = split_kv_launcher<T, ByLength<kHeadDim, kRowTiles, kCodes>>(plain);
+        run = split_kv_launcher<T, ByLength<kHeadDim, kRowTiles, kCodes>>(plain, rows);
     } else if (plan.items == SplitKvItems::many_items) {
-        run = split_kv_launcher<T, Many>(plain);
+        run = split_kv_launcher<T, Many>(plain, rows);
     } else if (is_short) {
-        run = split_kv_launcher<T, ShortOrMany>(plain);
+        run = split_kv_launcher<T, ShortOrMany>(plain, rows);
     }
     run(params, plan, arguments, stream);
 }

@@ -27,13 +27,6 @@ struct PartialRow {
         ptx::store_relaxed_16(words + column, make_uint4(__float_as_uint(out.x), __float_as_uint(out.y),
                                                          __float_as_uint(out.z), NonZero::encode(out.w)));
     }
-    // Writes zeros, which the next launch needs.
-    __device__ void clear_state(int reader) const {
-        *reinterpret_cast<uint2*>(words + state_at(reader)) = make_uint2(0, 0);
-    }
-    __device__ void clear(int column) const {
-        *reinterpret_cast<uint4*>(words + column) = make_uint4(0, 0, 0, 0);
-    }
     __device__ static int state_at(int reader) { return Config::kHeadDim + 2 * reader; }
 };
 
@@ -44,26 +37,32 @@ struct PartialRows {
     int32_t stride_words, count;
     int reader;
 
-    __device__ PartialRow<Config> row(int32_t i) const { return {words + i * stride_words}; }
-
     // Waits for kAtOnce partial results, `first`, first + step and so on: for their states and, if
-    // `has_column`, for four columns. All lanes of the warp call this together. In place of partial results
-    // past the end, the last one is loaded and left out: if each load depended on a condition, the loads
-    // would not all be in flight together.
+    // `has_column`, for four columns. Then sets these columns to zero and, if `clears_states`, the states; a
+    // lane without columns leaves those that it loads to their owner, which may be in another warp. All lanes
+    // of the warp call this together. In place of partial results past the end, the last one is loaded again
+    // and left out: if each load depended on a condition, the loads would not all be in flight together.
     template <int kAtOnce>
-    __device__ __forceinline__ void wait(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], int column,
-                                         bool has_column, int32_t first, int32_t step) const {
+    __device__ __forceinline__ void take(SoftmaxState (&states)[kAtOnce], float4 (&outs)[kAtOnce], int column,
+                                         bool has_column, bool clears_states, int32_t first,
+                                         int32_t step) const {
         const uint32_t not_needed = has_column ? 0 : 1;
-        const int state_at = PartialRow<Config>::state_at(reader);
+        uint32_t *state_words[kAtOnce], *out_words[kAtOnce];
+        const uint32_t stride = stride_words * sizeof(uint32_t), last = (count - 1) * stride;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const uint32_t bytes = min(first * stride + i * (step * stride), last);
+            state_words[i] = behind(bytes, PartialRow<Config>::state_at(reader));
+            out_words[i] = behind(bytes, column);
+        }
         uint2 loaded_states[kAtOnce];
         uint4 loaded_outs[kAtOnce];
         uint32_t least;  // zero while some have not arrived
         do {
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const uint32_t* const row = words + min(first + i * step, count - 1) * stride_words;
-                loaded_states[i] = ptx::load_relaxed_8(row + state_at);
-                loaded_outs[i] = ptx::load_relaxed_16(row + column);
+                loaded_states[i] = ptx::load_relaxed_8(state_words[i]);
+                loaded_outs[i] = ptx::load_relaxed_16(out_words[i]);
             }
             least = ~0u;
 #pragma unroll
@@ -74,13 +73,28 @@ struct PartialRows {
         } while (__any_sync(~0u, least == 0));
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            states[i] = SoftmaxState{};
-            outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (first + i * step >= count) continue;
+            if (has_column) *reinterpret_cast<uint4*>(out_words[i]) = make_uint4(0, 0, 0, 0);
+            if (clears_states) *reinterpret_cast<uint2*>(state_words[i]) = make_uint2(0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
             states[i] = {NonZero::decode(loaded_states[i].x), NonZero::decode(loaded_states[i].y)};
             outs[i] = make_float4(__uint_as_float(loaded_outs[i].x), __uint_as_float(loaded_outs[i].y),
                                   __uint_as_float(loaded_outs[i].z), NonZero::decode(loaded_outs[i].w));
         }
+        if (first + (kAtOnce - 1) * step < count) return;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (first + i * step < count) continue;
+            states[i] = SoftmaxState{};
+            outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+
+  private:
+    // A word of the partial result that lies `bytes` behind the first one.
+    __device__ uint32_t* behind(uint32_t bytes, int word) const {
+        return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(words + word) + bytes);
     }
 };
 

@@ -224,6 +224,8 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
     plan.num_splits = std::max(std::min(splits, most), 1);
     plan.num_slots = std::min(plan.num_slots, batch * plan.num_splits);
     choose_combiners(plan, shape, problem.rows());
+    // By length, a combiner has to wait for all lengths first; the last split of its item knows them.
+    if (plan.policy == SplitPolicy::by_length && plan.combiners_per_item == 1) plan.combiners_per_item = 0;
 }
 
 // Makes fewer splits than `all` has where its combiners would find no SM until a split leaves one, if the
@@ -241,6 +243,17 @@ SplitKvPlan with_room_for_combiners(const SplitKvPlan& all, const SplitKvProblem
         choose_splits(fewer, problem, shape, problem.batch * splits, splits);
     }
     return problem.item_bytes() <= kQueues * fewer.num_splits ? fewer : all;
+}
+
+// Lets the last split of an item combine its splits, where a combiner would find no SM until a split leaves
+// one. With longer splits than these, some end early enough. (One sequence of 8192 keys of int4 with 8 heads
+// then takes 6.3 us instead of 6.8.)
+void combine_in_last_split(SplitKvPlan& plan, const SplitKvProblem& problem) {
+    constexpr int64_t kShortSplit = 96 * 1024;  // bytes
+    const int32_t ctas = plan.num_kv_heads * (plan.num_slots + problem.batch * plan.combiners_per_item);
+    if (plan.policy == SplitPolicy::even && plan.combiners_per_item == 1 && ctas > problem.gpu.num_sms &&
+        problem.item_bytes() <= kShortSplit * plan.num_splits)
+        plan.combiners_per_item = 0;
 }
 
 // Makes as many splits as there are SMs. If a CTA would be done soon, makes only as many as fill three SMs in
@@ -266,10 +279,14 @@ void choose_splits(SplitKvPlan& plan, const SplitKvProblem& problem, const Split
         choose_splits(plan, problem, shape, slots, most);
         if (fits()) break;
     }
-    const int64_t bytes = problem.items() * blocks * shape.block_bytes;
+    // What the CTAs of a sequence read together, as many as it has where all are alike.
+    const int64_t bytes = int64_t{heads} * blocks * shape.block_bytes;
+    const int32_t ctas = heads * (plan.num_slots / problem.batch);
     // Over codes, CTAs take longer to compute than to read.
-    if (slots == 0 || bytes > kSoonRead * heads * plan.num_slots || problem.has_codes())
+    if (slots == 0 || bytes > kSoonRead * ctas || problem.has_codes()) {
         plan = with_room_for_combiners(all, problem, shape);
+        combine_in_last_split(plan, problem);
+    }
 }
 
 // Sets the configuration, and with it how many warps a CTA has and how large a partial result is.

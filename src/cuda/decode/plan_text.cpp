@@ -53,6 +53,8 @@ Explanation describe(const SplitKvPlan& plan) {
     if (plan.has_chosen_pages) text.summary += " of chosen pages";
     if (plan.combiners_per_item > 0)
         text.summary += text_of(", and ", counted(plan.combiners_per_item, "combiner"), " per item");
+    else if (plan.num_splits > 1)
+        text.summary += ", of which the last one combines all";
     text.summary += ": " + ctas_of(plan.grid(), plan.threads);
     text.file = "src/cuda/decode/split_kv.cuh";
     text.plan = {

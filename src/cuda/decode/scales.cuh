@@ -16,20 +16,31 @@ __device__ __forceinline__ bool has_scales(const CodeLayout& layout) {
     return Config::kValueBits == 4 || layout.has_scales;
 }
 
-// How the words of kStepKeys keys and values lie: 16 bytes hold those that one lane needs, for keys g and g +
-// 8 and for their values.
-struct StepScales {
-    uint32_t keys[2], values[2];
-
+// How the words of kStepKeys keys and values lie: 16 bytes hold those of keys g and g + 8 and of their
+// values.
+struct ScalePlaces {
     static constexpr int kBytes = 8 * 16;
     static constexpr int kOfValue = 8;  // bytes from a key's word to its value's
 
     // Where the scale of key `key` of a block lies.
     __device__ static uint32_t place(int key) { return key / 16 * kBytes + key % 8 * 16 + key % 16 / 8 * 4; }
-    // Loads the scales of this lane's keys of a step.
+};
+
+// The words of a lane's keys of a step: of both, or of one (TransposedSoftmax).
+template <int kKeys>
+struct StepScales {
+    uint32_t keys[kKeys], values[kKeys];
+
     __device__ static StepScales load(uint32_t block, int step) {
-        const uint4 words = ptx::load_shared_16(block + step * kBytes + threadIdx.x % 32 / 4 * 16);
-        return {{words.x, words.y}, {words.z, words.w}};
+        const int lane = threadIdx.x % 32;
+        const uint32_t place = block + step * ScalePlaces::kBytes + lane / 4 * 16;
+        if constexpr (kKeys == 1) {
+            const uint32_t key = place + lane % 4 / 2 * 4;
+            return {{ptx::load_shared_4(key)}, {ptx::load_shared_4(key + ScalePlaces::kOfValue)}};
+        } else {
+            const uint4 words = ptx::load_shared_16(place);
+            return {{words.x, words.y}, {words.z, words.w}};
+        }
     }
 };
 

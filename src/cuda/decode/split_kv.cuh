@@ -5,7 +5,8 @@
 // grid: (num_kv_heads, batch, splits and then combiners of an item). A CTA owns one split of the keys of an
 // item (one KV head of one sequence), or combines splits. The splits take turns at the blocks of keys, and so
 // do the warps within a CTA, so that page ids can be loaded together with the length. The CTA combines the
-// partial results of its warps; combiners combine those of CTAs (split_kv_combine.cuh).
+// partial results of its warps; combiners, or the last split of an item, combine those of CTAs
+// (split_kv_combine.cuh).
 //
 //     blocks      0  1  2  3  4  5  6  7  8  9 10 11 ...        (2 splits, 3 warps each)
 //     split.warp 0.0 1.0 0.1 1.1 0.2 1.2 0.0 1.0 ...
@@ -20,7 +21,8 @@
 // length; at first, a CTA assumes the length that the page table has room for. Where many CTAs may have
 // nothing to do, each looks at the length first.
 //
-// Plain calls (plain_calls.h) over codes have instances of their own, without code for what they do not use.
+// Plain calls (plain_calls.h) over codes have instances of their own, without code for what they do not use,
+// and others where items have no more than four rows.
 //
 // Chosen pages (chosen_list.cuh): keys are numbered in an item's own list of pages, which is loaded together
 // with the length. These calls have instances of their own, with fixed splits.
@@ -269,88 +271,96 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     const Item item{sequence, kv_head, 0, num_blocks};
     const OutputWriter<T, Sequence> writer(p, launch.group_size, seq);
     const SplitKvCombine<T, Config, Sequence, kFixed> combine(writer, launch, shared, item, first_partial);
-    if (combines) {
-        if (num_splits > 1)
-            combine.combine_splits(split - launch.num_splits, num_splits, fixed.splits_of_subtotal);
-        return;
-    }
-    if (split >= num_splits) return ptx::cp_async_wait<0>();  // before another CTA gets this shared memory
+    if (!combines) {
+        if (split >= num_splits)
+            return ptx::cp_async_wait<0>();  // before another CTA gets this shared memory
 
-    // A warp copies tiles of keys and of values in turn, each in a cp.async group of its own. A tile is
-    // copied to `place`, where the tile that was used last lies; the tile that is used next follows it.
-    constexpr int kAhead = Config::kTiles - 1;
-    auto keys_at = [&](int place) { return KeyRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
-    auto values_at = [&](int place) { return ValueRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
-    auto next = [](int place) { return place + 1 == Config::kTiles ? 0 : place + 1; };
-    typename decltype(state)::BlockWeights weights;
-    int place = 0;
-    ScaleRing<Config> scales(shared.warps[warp]);
-    int32_t copied = own.first, used = own.first - kAhead / 2 * own.stride;
-    // With static_past, the first block that holds a key of this call's tokens.
-    const int32_t first_new =
-        launch.waits_for_new ? (seq.seq.see.seqlen_k - seq.seq.seqlen_q) / Config::kBlockKeys : INT32_MAX;
+        // A warp copies tiles of keys and of values in turn, each in a cp.async group of its own. A tile is
+        // copied to `place`, where the tile that was used last lies; the tile that is used next follows it.
+        constexpr int kAhead = Config::kTiles - 1;
+        auto keys_at = [&](int place) { return KeyRows<Config>{tiles + place * 16 * Config::kTileChunks}; };
+        auto values_at = [&](int place) {
+            return ValueRows<Config>{tiles + place * 16 * Config::kTileChunks};
+        };
+        auto next = [](int place) { return place + 1 == Config::kTiles ? 0 : place + 1; };
+        typename decltype(state)::BlockWeights weights;
+        int place = 0;
+        ScaleRing<Config> scales(shared.warps[warp]);
+        int32_t copied = own.first, used = own.first - kAhead / 2 * own.stride;
+        // With static_past, the first block that holds a key of this call's tokens.
+        const int32_t first_new =
+            launch.waits_for_new ? (seq.seq.see.seqlen_k - seq.seq.seqlen_q) / Config::kBlockKeys : INT32_MAX;
 #pragma unroll 1
-    do {
-        const bool copies = copied < own.end, uses = used >= own.first && used < own.end;
-        typename BlockCopier<T, Config>::Place lies{};
-        if (copies) {
-            if (copied >= first_new) ptx::wait_for_previous_grid();
-            lies = page_ids.next(copied, keys, visible, [&](int32_t from) {
-                if (from * int64_t{Config::kBlockKeys} < keys.end) page_ids.ask_from(from, visible);
-            });
-            rows.copy_keys(keys_at(place), scales.next(), lies);
-        }
-        ptx::cp_async_commit();
-        place = next(place);
-        scales.advance();
-        if (uses) {
-            ptx::cp_async_wait<kAhead>();
-            __syncwarp();  // every lane's copies have arrived
-            state.add_keys(weights, keys_at(place), scales.next(), used * Config::kBlockKeys);
-            __syncwarp();  // every lane is done with the tile
-        }
-        if (copies) rows.copy_values(values_at(place), lies);
-        ptx::cp_async_commit();
-        place = next(place);
-        if (uses) {
-            ptx::cp_async_wait<kAhead>();
-            __syncwarp();  // every lane's copies have arrived
-            state.add_values(weights, values_at(place));
-            __syncwarp();
-        }
-        if (kGaps && OCTAVO_RARE(launch.pages.has_gap)) {
-            copied = visible.past_gap(copied, copied + own.stride);
-            used = uses ? visible.past_gap(used, used + own.stride) : used + own.stride;
-        } else {
-            copied += own.stride;
-            used += own.stride;
-        }
-        if (used == own.first) {  // once, while the first copies are in flight
-            state.begin(item, queries);
-            state.reset();
-            if (launch.waits_for_new) {
-                ptx::wait_for_previous_grid();
-                query_copier.copy(queries, seq.seq, sequence);
-                ptx::cp_async_commit();
+        do {
+            const bool copies = copied < own.end, uses = used >= own.first && used < own.end;
+            typename BlockCopier<T, Config>::Place lies{};
+            if (copies) {
+                if (copied >= first_new) ptx::wait_for_previous_grid();
+                lies = page_ids.next(copied, keys, visible, [&](int32_t from) {
+                    if (from * int64_t{Config::kBlockKeys} < keys.end) page_ids.ask_from(from, visible);
+                });
+                rows.copy_keys(keys_at(place), scales.next(), lies);
             }
-            combine.prepare();
-            if (launch.waits_for_new) {
-                ptx::cp_async_wait<0>();
-            } else {
+            ptx::cp_async_commit();
+            place = next(place);
+            scales.advance();
+            if (uses) {
                 ptx::cp_async_wait<kAhead>();
+                __syncwarp();  // every lane's copies have arrived
+                state.add_keys(weights, keys_at(place), scales.next(), used * Config::kBlockKeys);
+                __syncwarp();  // every lane is done with the tile
             }
-            __syncthreads();  // the queries have arrived
-            state.load_queries();
-        }
-    } while (used < own.end || used < own.first);
-    ptx::launch_dependents();
-    state.finish();
-    state.leave(shared.warps[warp].partial);
-    __syncthreads();  // all partial results are there
-    const int num_warps = kFixed ? fixed.num_warps : Config::kWarps;
-    combine.combine_warps(split, num_warps, num_splits == 1);
-    if (!kFixed && launch.beside != Beside::nothing && index.y >= launch.first_that_waits)
-        ptx::wait_for_previous_grid();
+            if (copies) rows.copy_values(values_at(place), lies);
+            ptx::cp_async_commit();
+            place = next(place);
+            if (uses) {
+                ptx::cp_async_wait<kAhead>();
+                __syncwarp();  // every lane's copies have arrived
+                state.add_values(weights, values_at(place));
+                __syncwarp();
+            }
+            if (kGaps && OCTAVO_RARE(launch.pages.has_gap)) {
+                copied = visible.past_gap(copied, copied + own.stride);
+                used = uses ? visible.past_gap(used, used + own.stride) : used + own.stride;
+            } else {
+                copied += own.stride;
+                used += own.stride;
+            }
+            if (used == own.first) {  // once, while the first copies are in flight
+                state.begin(item, queries);
+                state.reset();
+                if (launch.waits_for_new) {
+                    ptx::wait_for_previous_grid();
+                    query_copier.copy(queries, seq.seq, sequence);
+                    ptx::cp_async_commit();
+                }
+                combine.prepare();
+                if (launch.waits_for_new) {
+                    ptx::cp_async_wait<0>();
+                } else {
+                    ptx::cp_async_wait<kAhead>();
+                }
+                __syncthreads();  // the queries have arrived
+                state.load_queries();
+            }
+        } while (used < own.end || used < own.first);
+        ptx::launch_dependents();
+        state.finish();
+        state.leave(shared.warps[warp].partial);
+        __syncthreads();  // all partial results are there
+        const int num_warps = kFixed ? fixed.num_warps : Config::kWarps;
+        combine.combine_warps(split, num_warps, num_splits == 1);
+        if (!kFixed && launch.beside != Beside::nothing && index.y >= launch.first_that_waits)
+            ptx::wait_for_previous_grid();
+        if (kFixed || launch.combiners_per_item > 0 || split < num_splits - 1) return;
+    } else {
+        combine.prepare();
+        __syncthreads();
+    }
+    if (num_splits > 1) {  // as a combiner, or as the item's last split
+        combine.combine_splits(max(split - launch.num_splits, 0), max(launch.combiners_per_item, 1),
+                               num_splits, fixed.splits_of_subtotal);
+    }
 }
 
 }  // namespace octavo::cuda

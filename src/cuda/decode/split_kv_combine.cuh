@@ -1,8 +1,8 @@
 // Combines the partial results of warps into an item's result, in the split-KV kernel.
 //
-// Where several CTAs work on an item, each pushes its rows to a workspace, and separate CTAs, the combiners,
-// wait for them there (partial.cuh). Combiners are the last CTAs of the grid, and the others wait for no CTA
-// of this grid.
+// Where several CTAs work on an item, each pushes its rows to a workspace, where those who combine wait for
+// them (partial.cuh): either separate CTAs, the combiners, which are the last of the grid, or the item's last
+// split. Both wait for no CTA with a higher index.
 #pragma once
 
 #include "cuda/decode/combine.cuh"
@@ -39,7 +39,7 @@ struct SplitKvShared {
     struct {
         void* out;
         float* lse;
-    } targets[Config::kRows];  // where results go; a warp uses those of the rows that it writes
+    } targets[Config::kRows];  // where results go
 };
 
 // The ring of a warp's scales. next() is the place to which the next block's scales are copied and, after
@@ -73,8 +73,8 @@ class SplitKvCombine {
           item_(item),
           partials_(launch.partial.words + first_partial * launch.partial_words) {}
 
-    // Finds where the results of this warp's rows go. It is done early, since at the end all would wait for
-    // it.
+    // Finds where the results of rows go; other warps may read that behind __syncthreads(). It is done early,
+    // since at the end all would wait for it.
     __device__ void prepare() const {
 #pragma unroll 1  // most warps have one row, and code that does not run has to be fetched all the same
         for (int row = threadIdx.x / 32; row < writer_.num_rows(); row += Config::kWarps) {
@@ -84,7 +84,7 @@ class SplitKvCombine {
     }
 
     // Combines the partial results of the CTA's warps, into the result if it is the only split, or into a
-    // partial result for the combiners.
+    // partial result for whoever combines those of the splits.
     __device__ void combine_warps(int32_t split, int32_t num_warps, bool is_only_split) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -92,7 +92,8 @@ class SplitKvCombine {
             const PartialRow<Config> target{row_words(row) + split * launch_.partial_words};
             SoftmaxState states[Config::kWarps];
             for_each_warp([&](int i, const WarpPartial<Config>& partial) {
-                states[i] = {partial.max[row], partial.sum[row]};
+                const float2 state = partial.states[row];
+                states[i] = {state.x, state.y};
             });
             const Combined<Config::kWarps> combined(states, num_warps);
             if (!is_only_split && lane >> launch_.warps_per_row_log2 == 0)
@@ -104,9 +105,7 @@ class SplitKvCombine {
                     outs[i] = *reinterpret_cast<const float4*>(&partial.out[row][column]);
                 });
                 if (is_only_split) {
-                    const auto& result = shared_.targets[row];
-                    writer_.store({static_cast<T*>(result.out), result.lse}, item_, row, column,
-                                  combined.state, combined(outs));
+                    writer_.store(result_of(row), item_, row, column, combined.state, combined(outs));
                 } else {
                     target.push(column, combined(outs));
                 }
@@ -114,11 +113,15 @@ class SplitKvCombine {
         }
     }
 
-    // Combines a combiner's share of the item's rows, each from `num_splits` partial results.
-    __device__ void combine_splits(int32_t combiner, int32_t num_splits, int32_t splits_of_subtotal) const {
-        const int row =
-            (combiner * Config::kWarps + static_cast<int>(threadIdx.x / 32)) >> launch_.warps_per_row_log2;
-        if (row < writer_.num_rows()) combine_row(row, num_splits, splits_of_subtotal);
+    // Combines this CTA's share of the item's rows, as one of several combiners, each from `num_splits`
+    // partial results.
+    __device__ void combine_splits(int32_t combiner, int32_t num_combiners, int32_t num_splits,
+                                   int32_t splits_of_subtotal) const {
+        const int warp = static_cast<int>(threadIdx.x / 32), log2 = launch_.warps_per_row_log2;
+#pragma unroll 1
+        for (int row = (combiner * Config::kWarps + warp) >> log2; row < writer_.num_rows();
+             row += num_combiners * Config::kWarps >> log2)
+            combine_row(row, num_splits, splits_of_subtotal);
     }
 
   private:
@@ -133,6 +136,10 @@ class SplitKvCombine {
         for (int i = 0; i < Config::kWarps; ++i) body(i, shared_.warps[i].partial);
     }
 
+    __device__ typename OutputWriter<T, Sequences>::Target result_of(int row) const {
+        const auto& found = shared_.targets[row];
+        return {static_cast<T*>(found.out), found.lse};
+    }
     // The words of a row of the item's first partial result.
     __device__ uint32_t* row_words(int row) const { return partials_ + row * Config::kPartialRow; }
 
@@ -146,20 +153,19 @@ class SplitKvCombine {
         // This group's first partial result, and the step from one of its partial results to the next.
         const int32_t first = kFixed ? kAtOnce * group : group;
         const int32_t step = kFixed ? 1 : groups;
-        const int32_t own_splits =
-            kFixed ? max(min(num_splits - first, kAtOnce), 0) : (num_splits - group + groups - 1) >> log2;
-        const auto target = writer_.target(item_, row);
+        [[maybe_unused]] const int32_t own_splits = max(min(num_splits - first, kAtOnce), 0);  // where kFixed
         const PartialRows<Config> partials{row_words(row), launch_.partial_words, num_splits, warp};
         for (int base = 0; base < kColumns; base += 32) {
             const int place = base + warp * lanes + (lane & (lanes - 1));
             const bool has_column = kColumns % 32 == 0 || place < kColumns;
-            const int column = 4 * min(place, kColumns - 1);  // lanes without a column read the last one
+            const int column = 4 * min(place, kColumns - 1);   // lanes without a column read the last one
+            const bool clears_states = base + 32 >= kColumns;  // the last time that they are read
             SoftmaxState states[kAtOnce];
             float4 outs[kAtOnce];
             SoftmaxState state;
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if constexpr (kFixed) {
-                partials.template wait<kAtOnce>(states, outs, column, has_column, first, step);
+                partials.template take<kAtOnce>(states, outs, column, has_column, clears_states, first, step);
                 if (have_same_max(states, own_splits)) {
                     add_all_in_order<true>(state, out, states, outs, own_splits, num_splits,
                                            splits_of_subtotal, lanes);
@@ -169,8 +175,8 @@ class SplitKvCombine {
                 }
             } else {
 #pragma unroll 1
-                for (int32_t i = first; i - group < num_splits; i += kAtOnce * groups) {
-                    partials.template wait<kAtOnce>(states, outs, column, has_column, i, step);
+                for (int32_t i = first; i - group < num_splits; i += kAtOnce * step) {
+                    partials.template take<kAtOnce>(states, outs, column, has_column, clears_states, i, step);
                     const CombinedAtOnce<kAtOnce> combined(states);
                     out = Rescale::add(state, combined.state)(out, combined(outs));
                 }
@@ -184,13 +190,7 @@ class SplitKvCombine {
                     out = Rescale::add(state, other)(out, other_out);
                 }
             }
-            if (group == 0 && has_column) writer_.store(target, item_, row, column, state, out);
-#pragma unroll 1
-            for (int32_t i = 0; i < own_splits; ++i) {
-                const PartialRow<Config> used = partials.row(first + i * step);
-                if (has_column) used.clear(column);
-                if (base + 32 >= kColumns && (lane & (lanes - 1)) == 0) used.clear_state(warp);
-            }
+            if (group == 0 && has_column) writer_.store(result_of(row), item_, row, column, state, out);
         }
     }
 

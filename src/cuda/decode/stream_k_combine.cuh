@@ -102,7 +102,8 @@ class StreamKCombine {
         const bool has_partial = partials >> lane & 1;
         const int some = __ffs(partials) - 1;  // lanes without one read this one, with a weight of 0
         const WarpPartial<Config>& own = shared_.partial(has_partial ? lane : some);
-        const float max = has_partial ? own.max[row] : -INFINITY, sum = has_partial ? own.sum[row] : 0.0f;
+        const float2 own_words = own.states[row];
+        const float max = has_partial ? own_words.x : -INFINITY, sum = has_partial ? own_words.y : 0.0f;
         const float row_max = warp_max(max);
         const float weight = max == -INFINITY ? 0.0f : ptx::exp2_approx(max - row_max);
         const SoftmaxState own_state{row_max, warp_sum(weight * sum)};
@@ -132,7 +133,8 @@ class StreamKCombine {
                 for (int32_t first = 0; first < others.count; first += kAtOnce) {
                     SoftmaxState states[kAtOnce];
                     float4 outs[kAtOnce];
-                    others.template wait<kAtOnce>(states, outs, column, has_column, first, 1);
+                    others.template take<kAtOnce>(states, outs, column, has_column, base + 32 >= kColumns,
+                                                  first, 1);
                     const CombinedAtOnce<kAtOnce> combined(states);
                     out = Rescale::add(state, combined.state)(out, combined(outs));
                 }
@@ -143,14 +145,6 @@ class StreamKCombine {
             } else {
                 writer_.store(item, row, column, state, out);
             }
-            if constexpr (kTo == Destination::result_with_others) {
-#pragma unroll 1
-                for (int32_t i = 0; i < others.count; ++i) others.row(i).clear(column);
-            }
-        }
-        if constexpr (kTo == Destination::result_with_others) {
-            __syncwarp();  // all lanes have read the states
-            for (int32_t i = lane; i < others.count; i += 32) others.row(i).clear_state(0);
         }
     }
 

@@ -41,14 +41,16 @@ constexpr DecodeTiles kDecodeTiles[] = {
 
 constexpr int decode_warps(int head_dim, int row_tiles) { return row_tiles == 1 && head_dim <= 128 ? 8 : 4; }
 
-// The constants that both kernels share.
-template <int kHeadDim_, int kRowTiles_, int kWarps_, Codes kCodes_>
+// The constants that both kernels share. kFourRows: an item has no more than four rows, and lanes share their
+// work (TransposedSoftmax).
+template <int kHeadDim_, int kRowTiles_, int kWarps_, Codes kCodes_, bool kFourRows_ = false>
 struct DecodeConfig {
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr Codes kCodes = kCodes_;
     static constexpr bool kHasCodes = kCodes != Codes::none;
     static constexpr int kRowTiles = kRowTiles_;
-    static constexpr int kRows = 8 * kRowTiles;
+    static constexpr bool kFourRows = kFourRows_;
+    static constexpr int kRows = kFourRows ? 4 : 8 * kRowTiles;
     static constexpr int kWarps = kWarps_;
     static constexpr int kThreads = 32 * kWarps;
     // The keys that a warp copies and works on at a time. With codes, as many bytes are twice as many keys.
@@ -126,9 +128,10 @@ enum class Beside { nothing, prefix, numbers };
 // A configuration of the split-KV kernel. kCtas: CTAs per SM. It is one, with deeper queues, where a CTA has
 // much to read: with room for a second one, the next launch put two CTAs on some SMs and none on others. It
 // is two or more where CTAs have little to read.
-template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps, Codes kCodes>
-struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes> {
-    using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes>;
+template <int kHeadDim, int kRowTiles, int kCtas_, int kWarps, Codes kCodes, bool kFourRows = false>
+struct SplitKvConfig : DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes, kFourRows> {
+    using Base = DecodeConfig<kHeadDim, kRowTiles, kWarps, kCodes, kFourRows>;
+    using OfFourRows = SplitKvConfig<kHeadDim, kRowTiles, kCtas_, kWarps, kCodes, true>;
     static constexpr int kCtas = kCtas_;
     // The chunks of a block's keys, or of its values.
     static constexpr int kTileChunks = Base::kBlockKeys * std::max(Base::kKeyChunks, Base::kValueChunks);

@@ -19,8 +19,7 @@ template <class Config>
 struct WarpPartial {
     float out[Config::kRows]
              [Config::kWarpPartialRow];  // sums of weighted values; padded against bank conflicts
-    float max[Config::kRows];
-    float sum[Config::kRows];  // the sum of the weights
+    float2 states[Config::kRows];        // the maximum of the scores, and the sum of the weights
 };
 
 // One warp's attention over its blocks of an item. `Sequences` knows the batch's sequences: slice(i).
@@ -76,10 +75,11 @@ class WarpAttention {
     }
 
     // The same in two steps, add_keys() and add_values().
+    using Scores = float[kRowTiles][Softmax::kLaneScores];
     using BlockWeights = uint32_t[kSteps][kRowTiles][2];  // weights of the block's keys: operand b of P V
     __device__ void add_keys(BlockWeights& weights, KeyRows<Config> k, uint32_t scales, int32_t first_key) {
         using Weight = typename Products::Weight;
-        float scores[kSteps][kRowTiles][4];
+        Scores scores[kSteps];
         if constexpr (Config::kHasCodes) {
             typename Products::KeyTerms terms[kSteps];
             Products::load_terms(terms, layout_, scales);
@@ -168,8 +168,7 @@ class WarpAttention {
         const int lane = threadIdx.x % 32;
         Softmax::for_each_row([&](int r, int i) {
             if (lane / 4 == 0) {
-                partial.max[row_of(r, i)] = softmax_.max[r][i];
-                partial.sum[row_of(r, i)] = softmax_.sum[r][i];
+                partial.states[row_of(r, i)] = {softmax_.max[r][i], softmax_.sum[r][i]};
             }
         });
         if constexpr (Config::kHasCodes) {
@@ -214,7 +213,7 @@ class WarpAttention {
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
-            for (int d = 0; d < kDimTiles; ++d) {
+            for (int d = 0; d < Softmax::kOwnDimTiles; ++d) {
                 const auto& out = softmax_.out[r][d];
                 const int dim = Products::dim_of(threadIdx.x % 32, d);
                 body(r, 0, dim, out[0], out[2]);
@@ -224,7 +223,7 @@ class WarpAttention {
     }
 
     // Applies what depends on positions: ALiBi, and -inf where the query does not see the key.
-    __device__ void see(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
+    __device__ void see(Scores (&scores)[kSteps], int32_t first_key) const {
         if constexpr (kChosen) return see_chosen(scores, first_key);
         if (OCTAVO_RARE(p_.alibi_slopes != nullptr)) {
             float slope_log2[kRowTiles][2];
@@ -249,8 +248,7 @@ class WarpAttention {
         }
     }
     // The same for chosen pages, where the positions of keys are looked up.
-    __device__ __forceinline__ void see_chosen(float (&scores)[kSteps][kRowTiles][4],
-                                               int32_t first_key) const {
+    __device__ __forceinline__ void see_chosen(Scores (&scores)[kSteps], int32_t first_key) const {
         const bool has_alibi = p_.alibi_slopes != nullptr;
         const bool is_masked = first_key + Config::kBlockKeys > all_visible_end_;
         if (!OCTAVO_RARE(has_alibi || is_masked)) return;
@@ -272,7 +270,7 @@ class WarpAttention {
         }
     }
     // Sets scores to -inf where the tree mask hides the key.
-    __device__ __forceinline__ void see_tree(float (&scores)[kSteps][kRowTiles][4], int32_t first_key) const {
+    __device__ __forceinline__ void see_tree(Scores (&scores)[kSteps], int32_t first_key) const {
         const int32_t begin = seq_.q_pos(0), first = max(begin, seq_.see.prefix_len);
         for_each_score(scores, first_key, [&](float& score, int r, int e, int32_t key) {
             const uint32_t word = ptx::load_shared_4(tree_word_address<Config>(q_, row_of(r, e % 2)));
@@ -281,8 +279,7 @@ class WarpAttention {
     }
     // Calls body(score, r, e, key).
     template <class Body>
-    __device__ static void for_each_score(float (&scores)[kSteps][kRowTiles][4], int32_t first_key,
-                                          Body body) {
+    __device__ static void for_each_score(Scores (&scores)[kSteps], int32_t first_key, Body body) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             Softmax::for_each_score(scores[step], [&](float& score, int r, int e) {
