@@ -44,6 +44,8 @@ TEST(Plan, WhoCombines) {
     };
     EXPECT_EQ(combiners({1, 4096}), "1");
     EXPECT_EQ(combiners({4, 4096}), "0");
+    EXPECT_NE(explain(paged({4, 4096}), "h200").summary.find("; the last split of an item combines them: "),
+              std::string::npos);
     EXPECT_EQ(combiners({4, 4096, 8, 7}), "2");
     EXPECT_EQ(combiners({32, 2000, 1, 8}), "2");
     EXPECT_EQ(combiners({64, 4096}), "1");

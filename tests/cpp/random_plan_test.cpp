@@ -13,15 +13,16 @@
 #include <variant>
 #include <vector>
 
-// Counted, since a call may not allocate to make its plan.
+// Counted, since a call may not allocate to make its plan. (Inlined, malloc() and free() look to GCC like
+// mismatches.)
 static std::atomic<int64_t> num_allocations{0};
-void* operator new(std::size_t bytes) {
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
     ++num_allocations;
     if (void* const memory = std::malloc(bytes)) return memory;
     throw std::bad_alloc();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace octavo {
 namespace {

@@ -51,10 +51,11 @@ Explanation describe(const SplitKvPlan& plan) {
         text.summary +=
             text_of(" of ", counted(plan.blocks_per_split, "block"), " of ", plan.block_keys, " keys");
     if (plan.has_chosen_pages) text.summary += " of chosen pages";
-    if (plan.combiners_per_item > 0)
+    if (plan.combiners_per_item > 0) {
         text.summary += text_of(", and ", counted(plan.combiners_per_item, "combiner"), " per item");
-    else if (plan.num_splits > 1)
-        text.summary += ", of which the last one combines all";
+    } else if (plan.num_splits > 1) {
+        text.summary += "; the last split of an item combines them";
+    }
     text.summary += ": " + ctas_of(plan.grid(), plan.threads);
     text.file = "src/cuda/decode/split_kv.cuh";
     text.plan = {
