@@ -43,6 +43,7 @@ class CodeProducts {
     // Whether values have an offset or a minimum, for which a sum of weights of its own is needed.
     static constexpr bool kHasOffset = kValues == DType::int8 || kValues == DType::int4;
     using Softmax = TransposedSoftmax<kRowTiles, kDimTiles, kSteps, kHasOffset, Config::kFourRows>;
+    static constexpr int kLaneKeys = Softmax::kLaneKeys;
     using Scores = float[kRowTiles][Softmax::kLaneScores];  // this lane's, of 16 keys
 
     __device__ CodeProducts() {
@@ -143,24 +144,21 @@ class CodeProducts {
 
     // The factors and terms that follow from the scales of this lane's keys and of their values.
     struct KeyTerms {
-        static constexpr int kKeys = Softmax::kLaneKeys;
-        float scale[kKeys], minimum[kKeys];             // of the key
-        float log2_scale[kKeys], inverse_scale[kKeys];  // of the value
-        float minimum_by_scale[kKeys];
+        float scale[kLaneKeys], minimum[kLaneKeys];             // of the key
+        float log2_scale[kLaneKeys], inverse_scale[kLaneKeys];  // of the value
+        float minimum_by_scale[kLaneKeys];
     };
     __device__ static void load_terms(KeyTerms (&terms)[kSteps], const CodeLayout& layout, uint32_t scales) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (has_scales<Config>(layout)) {
-                using Scales = StepScales<KeyTerms::kKeys>;
-                const Scales words = Scales::load(scales, step);
+                const auto words = StepScales<kLaneKeys>::load(scales, step);
 #pragma unroll
-                for (int i = 0; i < KeyTerms::kKeys; ++i)
-                    set_terms(terms[step], i, words.keys[i], words.values[i]);
+                for (int i = 0; i < kLaneKeys; ++i) set_terms(terms[step], i, words.keys[i], words.values[i]);
             } else {
                 terms[step] = {};
 #pragma unroll
-                for (int i = 0; i < KeyTerms::kKeys; ++i)
+                for (int i = 0; i < kLaneKeys; ++i)
                     terms[step].scale[i] = terms[step].inverse_scale[i] = 1.0f;
             }
         }
