@@ -46,7 +46,7 @@ inline bool waits_for_new_alone(const AttentionParams& p) {
 template <class T, class Config>
 constexpr auto split_kv_launcher([[maybe_unused]] bool plain, [[maybe_unused]] int64_t rows) {
     if constexpr (has_plain_calls(Config::kHeadDim, Config::kCodes)) {
-        if constexpr (Config::kRowTiles == 1) {
+        if constexpr (has_four_rows(Config::kRowTiles, Config::kCodes)) {
             using OfFourRows = typename Config::OfFourRows;
             if (plain && rows <= OfFourRows::kRows)
                 return launch_split_kv_kernel<T, OfFourRows, SplitKvCalls::plain>;

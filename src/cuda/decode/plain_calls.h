@@ -9,6 +9,12 @@ namespace octavo::cuda {
 // Whether there are such instances. Over 16 bits, reads hide what options cost; head dim 256 has none so far.
 constexpr bool has_plain_calls(int head_dim, Codes codes) { return codes != Codes::none && head_dim <= 128; }
 
+// Whether plain calls whose items have up to four rows have others. Over float8, whose codes have less to be
+// computed for each key, they would gain nothing.
+constexpr bool has_four_rows(int row_tiles, Codes codes) {
+    return row_tiles == 1 && codes != Codes::e4m3 && codes != Codes::e5m2;
+}
+
 // Whether a call has none of the options that KnownParams leaves out, and serves all sequences. (Chunks come
 // with a window, and numbers of heads with ALiBi, softmax_phi or a tree mask.)
 inline bool is_plain(const AttentionParams& p) {

@@ -22,7 +22,7 @@
 // nothing to do, each looks at the length first.
 //
 // Plain calls (plain_calls.h) over codes have instances of their own, without code for what they do not use,
-// and others where items have no more than four rows.
+// and over integers others where items have no more than four rows.
 //
 // Chosen pages (chosen_list.cuh): keys are numbered in an item's own list of pages, which is loaded together
 // with the length. These calls have instances of their own, with fixed splits.
