@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 
 import octavo
+from support.c_library import Library, OctavoError, PageAllocator, Tensor, c_interface
 from support.quantised import Cache
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-import c_interface  # noqa: E402
-from c_interface import Library, OctavoError, PageAllocator, Tensor  # noqa: E402
-
-HEADER = ROOT / "include" / "octavo" / "octavo.h"
 
 
 @pytest.fixture(scope="module")

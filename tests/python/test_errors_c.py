@@ -1,22 +1,16 @@
 """include/octavo/octavo.h: its errors, what is exported of it, and that it is plain C."""
 
 import re
-import sys
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.c_library import AttentionArgs, Library, OctavoError, PageAllocator, Tensor, c_interface
 from support.programs import find_program, run
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-import c_interface  # noqa: E402
-from c_interface import AttentionArgs, Library, OctavoError, PageAllocator, Tensor  # noqa: E402
-
-HEADER = ROOT / "include" / "octavo" / "octavo.h"
+HEADER = Path(__file__).resolve().parents[2] / "include" / "octavo" / "octavo.h"
 
 
 @pytest.fixture(scope="module")

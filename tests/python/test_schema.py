@@ -17,12 +17,10 @@ import pytest
 
 import octavo
 from octavo import _core, _operators
+from support.c_library import c_interface
 from support.programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-
-import c_interface  # noqa: E402
 
 OPERATORS = _core.operator_arguments()
 INPUTS = _operators.ARGUMENTS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 import octavo
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-
-from c_interface import Library, OctavoError
+from support.c_library import Library, OctavoError
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 PHI = np.array([0.5, -20.0, 3.0, 9.0], np.float32)  # of one head among its scores, of others far from them

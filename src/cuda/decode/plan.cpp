@@ -251,7 +251,7 @@ SplitKvPlan with_room_for_combiners(const SplitKvPlan& all, const SplitKvProblem
 void combine_in_last_split(SplitKvPlan& plan, const SplitKvProblem& problem) {
     constexpr int64_t kShortSplit = 96 * 1024;  // bytes
     const int32_t ctas = plan.num_kv_heads * (plan.num_slots + problem.batch * plan.combiners_per_item);
-    if (plan.policy == SplitPolicy::even && plan.combiners_per_item == 1 && ctas > problem.gpu.num_sms &&
+    if (plan.combiners_per_item == 1 && ctas > problem.gpu.num_sms &&
         problem.item_bytes() <= kShortSplit * plan.num_splits)
         plan.combiners_per_item = 0;
 }

@@ -153,7 +153,6 @@ class SplitKvCombine {
         // This group's first partial result, and the step from one of its partial results to the next.
         const int32_t first = kFixed ? kAtOnce * group : group;
         const int32_t step = kFixed ? 1 : groups;
-        [[maybe_unused]] const int32_t own_splits = max(min(num_splits - first, kAtOnce), 0);  // where kFixed
         const PartialRows<Config> partials{row_words(row), launch_.partial_words, num_splits, warp};
         for (int base = 0; base < kColumns; base += 32) {
             const int place = base + warp * lanes + (lane & (lanes - 1));
@@ -166,6 +165,7 @@ class SplitKvCombine {
             float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if constexpr (kFixed) {
                 partials.template take<kAtOnce>(states, outs, column, has_column, clears_states, first, step);
+                const int32_t own_splits = max(min(num_splits - first, kAtOnce), 0);
                 if (have_same_max(states, own_splits)) {
                     add_all_in_order<true>(state, out, states, outs, own_splits, num_splits,
                                            splits_of_subtotal, lanes);
