@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from octavo._cache import int_argument
 from octavo._kv_cache import KVCache, KVCacheStep
 from octavo._transformers_graphs import DecodeGraphs, DeviceLogits, decode_batches
 from octavo._transformers_layers import BloomSteps, Layers, LayerStep, look_at_layers, refusal
@@ -24,6 +25,30 @@ _GREEDY = Sampling()
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # transformers chooses their frequencies by the largest position of a forward pass, for all of its texts.
 _ROPE_TYPES_OF_THE_LONGEST = {"dynamic", "longrope"}
+# Fields of a generation config that change texts which are not drawn, and the values with which they do not.
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0
+    ),
+    **dict.fromkeys(("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("watermarking_config", "stop_strings", "constraints", "force_words_ids", "dola_layers")),
+    **dict.fromkeys(("penalty_alpha", "diversity_penalty"), 0.0),
+    "num_beam_groups": 1,
+    "token_healing": False,
+}
+_SIZES = (
+    "num_pages",
+    "memory",
+    "memory_fraction",
+    "page_size",
+    "max_batch",
+    "max_tokens",
+    "max_length",
+    "num_host_pages",
+    "dtype",
+)
 _MAX_BATCH = 64  # unless a batch has fewer tokens
 _TRIAL = 7  # tokens of the text by which a model proves that it can be served
 
@@ -186,6 +211,7 @@ class ServedModel:
 
 def _check(model: Any) -> None:
     """Refuse by name what is known not to work, before anything runs."""
+    _check_kind(model)
     config = model.config.get_text_config(decoder=True)
     types = set(getattr(config, "layer_types", None) or _LAYER_TYPES)
     if getattr(config, "attn_temperature_tuning", False):
@@ -209,6 +235,51 @@ def _check(model: Any) -> None:
     accepts = inspect.signature(model.forward).parameters
     if model.config.model_type != "bloom" and "position_ids" not in accepts:
         raise refusal(model, "it takes no position_ids")
+    _check_generation(model)
+
+
+def _check_kind(model: object) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise TypeError(
+            "octavo.transformers: model must be a model of transformers, such as "
+            f"AutoModelForCausalLM.from_pretrained(...) returns; got {model!r:.60}"
+        )
+
+
+def changes_of_logits(model: Any) -> dict[str, tuple[Any, Any]]:
+    """What generate() would do to logits and this does not: fields, their values, and the neutral ones."""
+    changes = {}
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(getattr(model, "generation_config", None), name, None)
+        is_empty = isinstance(value, (list, tuple, dict)) and not value
+        if value is not None and not is_empty and (neutral is None or value != neutral):
+            changes[name] = value, neutral
+    return changes
+
+
+def _check_generation(model: Any) -> None:
+    for name, (value, neutral) in changes_of_logits(model).items():
+        raise refusal(
+            model,
+            f"its generation_config has {name}={value!r:.60}, which is not supported; set "
+            f"model.generation_config.{name} = {neutral}, or the same in its generation_config.json, for "
+            "texts without it",
+        )
+
+
+def _check_sizes(call: str, sizes: dict[str, Any]) -> None:
+    for name in sizes:
+        if name not in _SIZES:
+            raise TypeError(
+                f"octavo.transformers: {call} has no argument {name}; sizes are {', '.join(_SIZES)}, and how "
+                "tokens are drawn says a Sampling"
+            )
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if int_argument("generate_batch", name, number) < 1:
+            raise ValueError(f"generate_batch: {name} ({number}) must be at least 1")
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -248,10 +319,12 @@ def make_scheduler(
             or the tokens in a batch if these are fewer.
 
     Raises:
-        ValueError: the model cannot be served; sizes out of range. The model is then as before. With
-            cuda_graphs=True also if the model is not on a CUDA device, and, when a step comes to it, if that
-            cannot be captured.
+        ValueError: the model cannot be served, as generate_batch says, its generation config included; sizes
+            out of range. The model is then as before. With cuda_graphs=True also if the model is not on a
+            CUDA device, and, when a step comes to it, if that cannot be captured.
+        TypeError: the model is none; an argument that neither this nor octavo.KVCache has.
     """
+    _check_sizes("make_scheduler", sizes)
     served = ServedModel(model)
     try:
         return _scheduler(served, stop_tokens, token_budget, prefix_cache, cuda_graphs, sizes)
@@ -340,7 +413,12 @@ def generate_batch(
 
     Prompts of any lengths run together, without padding: octavo.serving.Scheduler with an octavo.KVCache,
     which reads the model's layers, heads, windows, dtype and device from the model itself. Greedy texts are
-    those of ``model.generate(do_sample=False)``, and those of beams those of its beam search.
+    those of ``model.generate(do_sample=False)``, and those of beams those of its beam search with the same
+    length_penalty and early_stopping=False.
+
+    Of the model's generation config the eos_token_id is used. What it has for sampling and beam search, such
+    as temperature, top_p or length_penalty, is not: the arguments say that. What would change the logits
+    otherwise, such as repetition_penalty or suppress_tokens, is refused unless it has no effect.
 
     A model is served if its attention goes through transformers' AttentionInterface, is causal, in a sliding
     window or not, and is all that its tokens see of each other. BLOOM is, too; models whose rotary embedding
@@ -374,8 +452,15 @@ def generate_batch(
     Raises:
         ValueError: the model cannot be served, and which it is; a number out of range; a prompt that the
             model or the cache has no room for.
-        TypeError: a prompt is not of integers.
+        TypeError: a prompt is not of integers; a model, number or sampling that is none; an argument that
+            neither this nor octavo.KVCache has.
     """
+    _check_sizes("generate_batch", sizes)
+    _check_numbers(max_new_tokens=max_new_tokens, num_samples=num_samples, num_beams=num_beams)
+    if not isinstance(sampling, Sampling):
+        raise TypeError(
+            f"generate_batch: sampling must be an octavo.serving.Sampling; got {type(sampling).__name__}"
+        )
     texts = [_tokens_of(i, prompt) for i, prompt in enumerate(prompts)]
     if not {"num_pages", "memory", "memory_fraction"} & sizes.keys() and texts:
         longest = max(map(len, texts)) + max_new_tokens

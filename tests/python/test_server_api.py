@@ -289,7 +289,7 @@ def test_fields_are_checked(client):
         # The pages hold 1024 of the model's 4096 tokens.
         ({"prompt": "x" * 1024}, "context_length_exceeded", "prompt"),
         ({"prompt": "x" * 1000, "max_tokens": 25}, "context_length_exceeded", "max_tokens"),
-        ({"prompt": "x", "n": 9}, "cannot_run", None),  # more than a batch
+        ({"prompt": "x", "n": 9}, "cannot_run", "n"),  # more than a batch
         ({"prompt": ["x"] * 65}, "too_many_answers", None),
     ],
 )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -331,8 +332,6 @@ def test_messages_that_the_template_refuses(of_transformers):
 
 
 def test_a_chat_without_a_template_is_refused(folder, tmp_path):
-    import shutil
-
     other = tmp_path / "model"
     shutil.copytree(folder, other)
     for file in other.glob("chat_template*"):
@@ -340,6 +339,15 @@ def test_a_chat_without_a_template_is_refused(folder, tmp_path):
     model = load(str(other))
     with pytest.raises(ValueError, match="chat_template"):
         model.tokenizer.encode_messages([{"role": "user", "content": "Hi"}])
+
+
+def test_what_a_generation_config_does_to_logits_is_left_out(folder, tmp_path, caplog):
+    transformers = pytest.importorskip("transformers")
+    other = tmp_path / "model"
+    shutil.copytree(folder, other)
+    transformers.GenerationConfig(repetition_penalty=1.2).save_pretrained(other)
+    load(str(other))
+    assert f"{other}: repetition_penalty=1.2 of its generation config is left out" in caplog.text
 
 
 @pytest.mark.parametrize(

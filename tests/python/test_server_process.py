@@ -274,6 +274,9 @@ def test_other_machines_need_a_key(host):
         (("--api-key", "secret "), "--api-key: the API key must not begin or end with a space"),
         (("--port", "70000"), "70000 is no port"),
         (("--num-pages", "0"), "0 is no positive integer"),
+        (("--memory", "4X"), "4X is no size: a positive integer of bytes, or of K, M, G, T, such as 512M"),
+        (("--memory", "0G"), "0G is no size"),
+        (("--max-body", "G"), "G is no size"),
         (("--num-pages", "1", "--memory", "1G"), "not allowed with"),
     ],
 )

@@ -184,6 +184,20 @@ def test_max_tokens_twice():
     assert error.param == "max_completion_tokens"
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_completion_tokens": None}, None),
+        ({"max_tokens": None}, None),
+        ({"max_completion_tokens": None, "max_tokens": None}, None),
+        ({"max_completion_tokens": 5, "max_tokens": None}, 5),
+        ({"max_completion_tokens": None, "max_tokens": 4}, 4),
+    ],
+)
+def test_max_tokens_beside_a_null(fields, expected):
+    assert chat(**fields).options.max_tokens == expected
+
+
 def test_messages_of_errors_name_rule_and_value():
     error = refused(completion, temperature=3)
     assert error.message == "completions: temperature must be a number in [0, 2]; got 3"

@@ -137,6 +137,9 @@ def test_what_the_page_tables_have_no_room_for_is_refused(plain):
         ({"priority": 0.5}, "priority must be an int; got float"),
         ({"stop_sequences": 3}, "stop_sequences must be iterable; got int"),
         ({"stop_sequences": [3]}, "stop_sequences must be iterable; got int"),
+        ({"sampling": {"temperature": 1.0}}, "sampling must be an octavo.serving.Sampling; got dict"),
+        ({"length_penalty": "much"}, "length_penalty must be a number; got 'much'"),
+        ({"length_penalty": None}, "length_penalty must be a number; got None"),
     ],
 )
 def test_what_is_no_int_is_refused(plain, options, message):
@@ -179,3 +182,39 @@ def test_a_namespace_that_the_prefix_cache_cannot_take_is_refused(plain, namespa
 def test_limits_out_of_range_are_refused(plain, options, message):
     with pytest.raises(ValueError, match=f"^Scheduler: {message}"):
         Scheduler(make_cache(plain), plain.forward, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 1.5}, "max_batch must be an int; got float"),
+        ({"vocab_size": "many"}, "vocab_size must be an int; got str"),
+        ({"priority_steps": None}, "priority_steps must be an int; got NoneType"),
+        ({"decode_batches": 3}, "decode_batches must be iterable; got int"),
+        ({"decode_batches": [1, 2.5]}, "a number of decode_batches must be an int; got float"),
+        ({"forward": None}, "forward must be callable; got NoneType"),
+        ({"cache": None}, r"cache must be an octavo\.KVCache, .*; got builtins\.NoneType"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(plain, options, message):
+    with pytest.raises(TypeError, match=f"^Scheduler: {message}$"):
+        Scheduler(**{"cache": make_cache(plain), "forward": plain.forward, **options})
+
+
+def test_a_cache_of_jax_is_refused(plain):
+    jax_cache = pytest.importorskip("octavo.jax", reason="JAX is not installed").KVCache
+    cache = jax_cache(1, 1, 8, num_pages=4)
+    with pytest.raises(
+        TypeError, match=r"^Scheduler: cache must be an octavo\.KVCache, .*; got octavo\._jax"
+    ):
+        Scheduler(cache, plain.forward)
+
+
+def test_what_is_no_request_cannot_be_cancelled(plain):
+    scheduler = Scheduler(make_cache(plain), plain.forward)
+    request = scheduler.submit([1], max_tokens=2)
+    with pytest.raises(TypeError, match=r"^Scheduler\.cancel: request must be one that .*; got int$"):
+        scheduler.cancel(3)
+    with pytest.raises(TypeError, match=r"^Scheduler\.cancel: sample must be an int; got str$"):
+        scheduler.cancel(request, "first")
+    assert scheduler.cancel(request, np.int64(0))

@@ -170,3 +170,26 @@ def test_of_equal_tokens_the_first_is_taken(plain):
     request = scheduler.submit([1, 2], max_tokens=1)
     scheduler.step()
     assert request.tokens() == [4]
+
+
+def test_logits_of_bfloat16(plain):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def forward(step, tokens):
+        return torch.from_numpy(plain.forward(step, tokens)).bfloat16()
+
+    cache = make_cache(plain)
+    scheduler = Scheduler(cache, forward)
+    request = scheduler.submit([1, 2, 3], max_tokens=4)
+    finish(scheduler, cache)
+    assert request.tokens() == plain.greedy([1, 2, 3], 4)
+
+
+def test_logits_that_numpy_cannot_read_are_refused(plain):
+    scheduler = Scheduler(make_cache(plain), lambda step, tokens: [["likely", "unlikely"]])
+    scheduler.submit([1, 2, 3], max_tokens=4)
+    message = (
+        r"^Scheduler\.step: forward must return logits that numpy\.asarray takes as float32, .* got list: "
+    )
+    with pytest.raises(ValueError, match=message):
+        scheduler.step()

@@ -1,5 +1,8 @@
 """octavo.serving.Sampling: how tokens are drawn from their logits."""
 
+from decimal import Decimal
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -88,4 +91,37 @@ def test_numbers_out_of_range_are_refused(options, message):
 @pytest.mark.parametrize("options", [{"top_k": 1.5}, {"seed": "1"}])
 def test_what_is_no_int_is_refused(options):
     with pytest.raises(TypeError):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
+def test_numbers_of_numpy_are_those_of_python(logits, kind):
+    sampling = Sampling(np.float32(0.5), top_k=kind(2), top_p=np.float64(0.9), seed=kind(7))
+    assert sampling == Sampling(0.5, 2, 0.9, 7)
+    numbers = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
+    assert [type(number) for number in numbers] == [float, int, float, int]
+    plain = frequencies(logits, Sampling(1.0, top_k=2), 100)
+    assert frequencies(logits, Sampling(1.0, top_k=kind(2)), 100).tolist() == plain.tolist()
+
+
+def test_decimals_and_fractions_are_numbers(logits):
+    sampling = Sampling(Decimal("0.5"), top_p=Fraction(1, 2))
+    assert sampling == Sampling(0.5, top_p=0.5)
+    assert frequencies(logits, sampling, 10).tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "0.5"}, "temperature must be a number; got str"),
+        ({"temperature": None}, "temperature must be a number; got NoneType"),
+        ({"temperature": 10**400}, "temperature must be a number; got int"),
+        ({"top_p": "all"}, "top_p must be a number; got str"),
+        ({"top_k": 2.0}, "top_k must be an int; got float"),
+        ({"top_k": "2"}, "top_k must be an int; got str"),
+        ({"seed": "x"}, "seed must be an int; got str"),
+    ],
+)
+def test_what_is_no_number_is_refused(options, message):
+    with pytest.raises(TypeError, match=f"^Sampling: {message}$"):
         Sampling(**options)

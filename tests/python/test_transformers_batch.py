@@ -1,5 +1,6 @@
 """octavo.transformers.generate_batch: models served from pages, against their own generate()."""
 
+import functools
 import re
 
 import pytest
@@ -176,8 +177,8 @@ def test_the_model_is_as_before(prompts):
     generate_batch(model, prompts[:1], max_new_tokens=1)
     assert model.training
     assert model.config._attn_implementation == "eager"
-    with pytest.raises(ValueError, match="max_tokens"):
-        generate_batch(model, prompts[:1], max_new_tokens=0)
+    with pytest.raises(ValueError, match="max_length"):
+        generate_batch(model, prompts[:1], max_new_tokens=1000)
     assert model.training
     assert model.config._attn_implementation == "eager"
 
@@ -362,6 +363,93 @@ def test_a_model_that_keeps_its_keywords_is_refused():
         ValueError, match="LlamaForCausalLM: it does not pass its keywords on to its attention"
     ):
         generate_batch(model, [[1, 2, 3]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"do_sample": True}, "has no argument do_sample; sizes are num_pages, memory, "),
+        ({"windows": [None]}, "has no argument windows; sizes are"),
+    ],
+)
+def test_an_argument_that_there_is_not(llama, options, message):
+    for call in (make_scheduler, functools.partial(generate_batch, prompts=[[1]], max_new_tokens=1)):
+        with pytest.raises(
+            TypeError, match=rf"^octavo\.transformers: (make_scheduler|generate_batch) {message}"
+        ):
+            call(llama, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "gpt2"}, TypeError, r"octavo\.transformers: model must be .*; got 'gpt2'"),
+        ({"max_new_tokens": -3}, ValueError, r"generate_batch: max_new_tokens \(-3\) must be at least 1"),
+        ({"max_new_tokens": 1.5}, TypeError, "generate_batch: max_new_tokens must be an int; got float"),
+        ({"num_samples": 0}, ValueError, r"generate_batch: num_samples \(0\) must be at least 1"),
+        ({"num_beams": "two"}, TypeError, "generate_batch: num_beams must be an int; got str"),
+        (
+            {"sampling": {}},
+            TypeError,
+            "generate_batch: sampling must be an octavo.serving.Sampling; got dict",
+        ),
+    ],
+)
+def test_arguments_of_another_kind(llama, options, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        generate_batch(**{"model": llama, "prompts": [[1, 2]], "max_new_tokens": 2, **options})
+
+
+# Generation configs
+
+CHANGES = {  # what a text is not, and values with which it is as it was
+    "repetition_penalty": (1.5, (1.0, None)),
+    "encoder_repetition_penalty": (1.5, (1.0, None)),
+    "no_repeat_ngram_size": (2, (0, None)),
+    "encoder_no_repeat_ngram_size": (2, (0, None)),
+    "min_length": (9, (0, None)),
+    "min_new_tokens": (5, (0, None)),
+    "suppress_tokens": ([3, 4], (None,)),
+    "begin_suppress_tokens": ([8], (None,)),
+    "bad_words_ids": ([[9]], (None,)),
+    "sequence_bias": ({(9,): -5.0}, (None,)),
+    "forced_bos_token_id": (0, (None,)),
+    "forced_eos_token_id": (0, (None,)),
+    "exponential_decay_length_penalty": ((2, 1.5), (None,)),
+    "guidance_scale": (1.5, (1.0, 1, None)),
+    "watermarking_config": (transformers.WatermarkingConfig(), (None,)),
+    "stop_strings": ("x", (None,)),
+    "temperature": (None, (0.5,)),  # which is for sampling
+    "top_p": (None, (0.5,)),
+}
+
+
+@pytest.fixture
+def configured(llama):
+    before = llama.generation_config
+    llama.generation_config = transformers.GenerationConfig(eos_token_id=None, pad_token_id=0)
+    yield llama
+    llama.generation_config = before
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_generation_config_does_to_logits_is_refused(configured, prompts, name):
+    value, neutral = CHANGES[name]
+    for other in neutral:
+        setattr(configured.generation_config, name, other)
+        (request,) = generate_batch(configured, prompts[:1], max_new_tokens=9)
+        assert [request.tokens()] == generated(configured, prompts[0], 9)
+    if value is None:
+        return
+    setattr(configured.generation_config, name, value)
+    message = (
+        f"LlamaForCausalLM: its generation_config has {name}={value!r:.60}, which is not supported; set "
+        f"model.generation_config.{name} = {neutral[0]}, or"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate_batch(configured, prompts[:1], max_new_tokens=9)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_scheduler(configured, num_pages=8)
 
 
 @pytest.mark.gpu

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo._core import InvalidSequence, OutOfPages
+from octavo._core import OutOfPages
 from octavo._kv_cache import KVCache, KVCacheStep
 from octavo.serving.group import Group, common_prefix
+from octavo.serving.limits import Limits
 from octavo.serving.request import Request
 from octavo.serving.room import Room
+from octavo.serving.sequences import Sequences
 from octavo.serving.statistics import Statistics
 
 
@@ -44,21 +45,26 @@ class Batcher:
     def __init__(
         self,
         cache: KVCache,
-        max_batch: int,
-        token_budget: int,
-        decode_batches: Sequence[int],
+        limits: Limits,
         statistics: Statistics,
     ) -> None:
         self.cache = cache
-        self.room = Room(cache, token_budget)
+        self.sequences = Sequences(cache)
+        self.room = Room(cache, limits.token_budget)
         self.waiting: list[Group] = []
         self.running: list[Group] = []
-        self._max_batch = max_batch
-        self._token_budget = token_budget
-        self._decode_batches = decode_batches
+        self._max_batch = limits.max_batch
+        self._token_budget = limits.token_budget
+        self._decode_batches = limits.decode_batches
         self._statistics = statistics
 
     # Coming and going
+
+    def start_over(self, groups: Iterable[Group]) -> None:
+        """End all sequences, and let these groups wait, which have no handles: all is computed again."""
+        self.sequences.clear()
+        self.running = []
+        self.waiting = sorted(groups, key=lambda group: group.rank)
 
     def wait(self, group: Group) -> None:
         """Queue a group."""
@@ -73,22 +79,12 @@ class Batcher:
         self.running.remove(group)
         self._release(group)
 
-    def put_back(self, group: Group) -> None:
-        """Let a running group wait, and its pages go: all its tokens are computed again."""
-        self.running.remove(group)
-        self._release(group)
-        self.wait(group)
-
     def fork_samples(self, group: Group) -> list[Group]:
         """Let the other samples run whose prompt this one has computed; return them."""
         if group.num_samples == 1:
             return []
-        request = group.request
-        samples = [
-            Group(request, index, 1, np.random.default_rng(request.seeds(index)))
-            for index in range(1, group.num_samples)
-        ]
-        handles = self.cache.fork(group.handles[0], len(samples))
+        samples = [Group(group.request, index, 1) for index in range(1, group.num_samples)]
+        handles = self.sequences.fork(group.handles[0], len(samples))
         group.num_samples = 1
         for member, handle in zip(samples, handles, strict=True):
             member.handles = [handle]
@@ -99,12 +95,12 @@ class Batcher:
         """Let a group's handles continue the beams of these ones."""
         num_handles = len(group.handles)
         for parent in parents[num_handles:]:
-            group.handles += self.cache.fork(group.handles[parent])
+            group.handles += self.sequences.fork(group.handles[parent])
         stay = parents[:num_handles]
         order = [*stay, *range(len(stay), num_handles)]
         self.cache.reorder(group.handles[:num_handles], order)
         while len(group.handles) > len(parents):
-            self.cache.free(group.handles.pop())
+            self.sequences.free(group.handles.pop())
 
     def drop(self, requests: set[Request]) -> None:
         """Let the groups of these requests go that nobody waits for."""
@@ -113,15 +109,10 @@ class Batcher:
                 groups.remove(group)
                 self._release(group)
 
-    def _release(self, group: Group, *gone: type[InvalidSequence]) -> None:
+    def _release(self, group: Group) -> None:
         while group.handles:
-            with contextlib.suppress(*gone):
-                self.cache.free(group.handles.pop())
+            self.sequences.free(group.handles.pop())
         group.host_pages = []
-
-    def _forget(self, group: Group) -> None:
-        """Release a group whose transfer failed: the cache has freed its sequences, if it had begun."""
-        self._release(group, InvalidSequence)
 
     # Counting
 
@@ -181,10 +172,7 @@ class Batcher:
             return self._bring_back(group)
         request = group.request
         num_common = len(request.prompt) + common_prefix(group.generated)
-        if self.cache.prefix_cache:
-            handle = self.cache.create(group.tokens(0, 0, num_common), request.namespace)
-        else:
-            handle = self.cache.create()
+        handle = self.sequences.create(group.tokens(0, 0, num_common), request.namespace)
         group.begin(handle, self.cache.length(handle))
         if self.running and not self.room.suffices([*self.running, group]):
             self._release(group)
@@ -204,9 +192,6 @@ class Batcher:
             # What it shares keeps others that were put aside from leaving pages to it.
             self._release(group)
             return self._place(group)
-        except BaseException:  # on the way: it is computed again
-            self._forget(group)
-            raise
         group.host_pages = []
         return True
 
@@ -223,14 +208,14 @@ class Batcher:
             handles = [handle for share in shares for handle in share.group.handles]
             counts = [share.num_tokens for share in shares for _ in share.group.handles]
             tokens = self._new_tokens(shares)
-            lengths = [self.cache.length(handle) for handle in handles]
             try:
-                step = self.cache.step(handles, counts, tokens, pad_batch=self._padded_batch(counts))
+                step = self.sequences.step(handles, counts, tokens, self._padded_batch(counts))
             except OutOfPages as error:
                 resting = [handle for group in self.running for handle in group.handles]
                 resting = [handle for handle in resting if handle not in handles]
                 if has_windows and resting:  # what these hold behind a window a step of no tokens returns
-                    self.cache.step(resting, 0)
+                    self.sequences.step(resting, 0)
+                    self.sequences.written()
                     has_windows = False
                 elif not self._make_room():
                     chunk = max(counts) // 2
@@ -240,9 +225,6 @@ class Batcher:
                             "alone; are there sequences in it that are not the scheduler's?"
                         ) from error
                 continue
-            except BaseException:
-                self._undo_step(shares, lengths)
-                raise
             return Batch(shares, step, tokens)
         return None
 
@@ -275,38 +257,6 @@ class Batcher:
                 tokens += group.tokens(index, begin, begin + num_tokens)
         return np.array(tokens, np.int64)
 
-    def undo(self, batch: Batch) -> None:
-        """Forget a batch whose keys and values were never written."""
-        for group, num_tokens, *_ in batch.shares:
-            for handle in group.handles:
-                self.cache.truncate(handle, self.cache.length(handle) - num_tokens)
-
-    def _undo_step(self, shares: list[Share], lengths: list[int]) -> None:
-        """After an exception in cache.step: forget new tokens, and let those wait who had got them.
-
-        Pages may have changed hands without having been copied, so that these are computed again.
-        """
-        handles = [handle for share in shares for handle in share.group.handles]
-        longer = {
-            handle: length
-            for handle, length in zip(handles, lengths, strict=True)
-            if self.cache.length(handle) > length
-        }
-        for handle, length in longer.items():  # first of all, so that the prefix cache forgets them
-            self.cache.truncate(handle, length)
-        for group, *_ in shares:
-            if not longer.keys().isdisjoint(group.handles):
-                self.put_back(group)
-
-    def step_back(self) -> None:
-        """After an exception: groups that have not got their next tokens compute their last ones again."""
-        for group in self.running[:]:
-            if group.is_over:
-                self.finish(group)
-            elif self.num_missing(group) == 0:
-                for handle in group.handles:
-                    self.cache.truncate(handle, self.cache.length(handle) - 1)
-
     # Giving way
 
     def _make_room(self) -> bool:
@@ -321,25 +271,19 @@ class Batcher:
         (group,) = self.running
         if 0 < group.num_found == self.cache.length(group.handles[0]):
             # A page found in part is held until it has been copied, which takes one page more.
-            self.cache.free(group.handles[0])
-            group.begin(self.cache.create([], group.request.namespace), 0)
+            self._release(group)
+            group.begin(self.sequences.create([], group.request.namespace), 0)
             return True
         return False
 
     def _preempt(self, group: Group) -> None:
-        try:
-            moved = self._moves_to_host(group)
-        except BaseException:  # on the way: it is computed again
-            self._forget(group)
-            self.put_back(group)
-            raise
+        moved = self._moves_to_host(group)
         self._statistics.num_preemptions += 1
-        if moved:
-            self._statistics.num_moves_to_host += 1
-            self.running.remove(group)
-            self.wait(group)
-        else:
-            self.put_back(group)
+        self._statistics.num_moves_to_host += moved
+        if not moved:
+            self._release(group)
+        self.running.remove(group)
+        self.wait(group)
 
     def _moves_to_host(self, group: Group) -> bool:
         if not self.cache.allocator.num_host_pages or self.cache.length(group.handles[0]) == 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.serving.request import FinishReason, Request
+from octavo.serving.request import Drawn, FinishReason, Output, Request
 from octavo.serving.sampling import log_softmax
 
 
@@ -68,12 +68,24 @@ class BeamSearch:
             elif place < request.num_beams:
                 ending.append(hypothesis)
         finished = sorted([*self.finished, *ending], key=lambda hypothesis: -hypothesis.score)
-        self.finished = finished[: request.num_beams]
-        is_full = len(self.finished) == request.num_beams
-        if going_on and is_full and going_on[0].score <= self.finished[-1].score:
+        finished = finished[: request.num_beams]
+        is_full = len(finished) == request.num_beams
+        if going_on and is_full and going_on[0].score <= finished[-1].score:
             going_on, parents = [], []
-        self.beams = going_on
+        self.beams, self.finished = going_on, finished  # at once, so that the step is taken or it is not
         return parents
+
+    def drawn(self) -> list[Drawn]:
+        """Return the tokens of the answers, the best hypotheses of a search that is done, best first."""
+        request = self._request
+        drawn = []
+        for index, found in enumerate(self.finished[: request.num_samples]):
+            last = len(found.tokens) - 1
+            for position, (token, logprob) in enumerate(zip(found.tokens, found.logprobs, strict=True)):
+                reason = found.finish_reason if position == last else None
+                output = Output(request, index, token, reason, logprob if request.logprobs else None)
+                drawn.append(Drawn(position, output, found.score))
+        return drawn
 
     def _candidates(self, logits: NDArray[np.float32]) -> list[tuple[int, int, float]]:
         """The most probable continuations, in descending order: beam, token and its logprob.

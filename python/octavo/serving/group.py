@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from octavo.serving.beams import BeamSearch
 from octavo.serving.request import Request
 
@@ -24,9 +22,9 @@ class Group:
     sample: int
     num_samples: int
     """This one, and those still to be forked from its prompt."""
-    rng: np.random.Generator
     search: BeamSearch | None = None
-    generated: list[list[int]] = field(default_factory=lambda: [[]])
+    generated: list[list[int]] = field(init=False)
+    """The tokens of a sample, which are its answer's own list, or those of each beam."""
     handles: list[int] = field(default_factory=list)
     num_common: int = 0
     """Tokens that all beams have in common, while one handle stands for them."""
@@ -34,6 +32,16 @@ class Group:
     """Tokens that the prefix cache had when the handle was made."""
     host_pages: list[int] = field(default_factory=list)
     """The pages that were moved to host memory, if the group was put aside there, in each group of layers."""
+
+    def __post_init__(self) -> None:
+        self.follow_search()
+
+    def follow_search(self) -> None:
+        """Take over the beams of the search, if there is one."""
+        if self.search is None:
+            self.generated = [self.request.answers[self.sample].tokens]
+        else:
+            self.generated = [list(beam.tokens) for beam in self.search.beams]
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -77,6 +85,14 @@ class Group:
         num_prompt = len(prompt)
         after = self.generated[index][max(begin - num_prompt, 0) : max(end - num_prompt, 0)]
         return prompt[begin:end] + after
+
+
+def groups_of(request: Request, search: BeamSearch | None) -> list[Group]:
+    """Return what an unfinished request needs: its search, or its samples, as one if none has begun."""
+    if search is not None or not any(answer.tokens for answer in request.answers):
+        return [Group(request, 0, 1 if search else request.num_samples, search)]
+    unfinished = [i for i, answer in enumerate(request.answers) if answer.finish_reason is None]
+    return [Group(request, index, 1) for index in unfinished]
 
 
 def common_prefix(sequences: list[list[int]]) -> int:

@@ -51,6 +51,18 @@ class HostLogits:
         return self._logits[rows]
 
 
+def _on_host(logits: Any) -> NDArray[np.float32]:
+    if str(getattr(logits, "dtype", None)) == "torch.bfloat16":  # NumPy has no such dtype
+        logits = logits.float()
+    try:
+        return np.asarray(logits, np.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            "Scheduler.step: forward must return logits that numpy.asarray takes as float32, or "
+            f"octavo.serving.Logits; got {type(logits).__name__}: {error}"
+        ) from error
+
+
 class BatchLogits:
     """What a scheduler has asked of a batch's logits: the likeliest tokens, and some rows.
 
@@ -65,7 +77,7 @@ class BatchLogits:
 
     def __init__(self, logits: Any, num_rows: int, rows: Sequence[int]) -> None:
         if not isinstance(logits, Logits):
-            logits = HostLogits(np.asarray(logits, np.float32))
+            logits = HostLogits(_on_host(logits))
         if len(logits.shape) != 2 or logits.shape[0] != num_rows:
             raise ValueError(
                 f"Scheduler.step: forward must return logits of shape [{num_rows}, vocabulary]; "

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from octavo.serving.sampling import Sampling
+from octavo.serving.sampling import Draws, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -29,10 +29,21 @@ class Output(NamedTuple):
     """The logarithm of its probability at temperature 1, among all tokens; None unless asked for."""
 
 
+class Drawn(NamedTuple):
+    """A token that is an answer's next one from now on, and that step() has not returned yet."""
+
+    position: int
+    """Among the answer's tokens."""
+    output: Output
+    score: float | None = None
+    """The answer's, if it comes from beam search."""
+
+
 @dataclass(eq=False)
 class Answer:
     """One sample of a request, as far as it has come."""
 
+    draws: Draws
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -64,7 +75,7 @@ class Request:
     def __post_init__(self) -> None:
         seed = self.sampling.seed
         self.seed = secrets.randbits(64) if seed is None else seed
-        self.answers = [Answer() for _ in range(self.num_samples)]
+        self.answers = [Answer(Draws([self.seed, index])) for index in range(self.num_samples)]
 
     def tokens(self, sample: int = 0) -> list[int]:
         """Return the tokens of a sample so far, a stop token included. Of beam search: once it is done."""
@@ -91,10 +102,6 @@ class Request:
     def needs_logits(self) -> bool:
         """Whether it takes more of a row of logits than the likeliest token."""
         return self.logprobs or self.num_beams > 1 or self.sampling.temperature > 0.0
-
-    def seeds(self, sample: int) -> list[int]:
-        """Return the seed of a sample's random numbers."""
-        return [self.seed, sample]
 
     def stops(self, generated: Sequence[int], token: int) -> bool:
         """Whether this token after the generated ones ends a sample."""
@@ -158,10 +165,22 @@ def at_least(what: str, value: Any, least: int) -> int:
 
 def length_penalty_of(value: Any) -> float:
     """Return an exponent with which no number of tokens overflows."""
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"Scheduler.submit: length_penalty must be a number; got {value!r:.60}") from None
     if not abs(number) <= 10.0:  # nor is it NaN
         raise ValueError(f"Scheduler.submit: length_penalty ({number}) must be from -10 to 10")
     return number
+
+
+def sampling_of(value: Any) -> Sampling:
+    """Return the sampling, if it is one."""
+    if not isinstance(value, Sampling):
+        raise TypeError(
+            f"Scheduler.submit: sampling must be an octavo.serving.Sampling; got {type(value).__name__}"
+        )
+    return value
 
 
 def namespace_of(value: Any) -> str:

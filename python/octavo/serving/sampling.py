@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from octavo._cache import int_argument
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Sampling:
 
     Raises:
         ValueError: a number out of range.
-        TypeError: top_k or seed is no int.
+        TypeError: temperature or top_p is no number; top_k or seed is no int.
     """
 
     temperature: float = 0.0
@@ -32,14 +35,47 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        numbers = {
+            "temperature": _float("temperature", self.temperature),
+            "top_k": int_argument("Sampling", "top_k", self.top_k),
+            "top_p": _float("top_p", self.top_p),
+            "seed": None if self.seed is None else int_argument("Sampling", "seed", self.seed),
+        }
+        for name, number in numbers.items():  # of Python's own kinds, so that arithmetic has no surprises
+            object.__setattr__(self, name, number)
         if not 0.0 <= self.temperature < math.inf:
             raise ValueError(f"Sampling: temperature ({self.temperature}) must be finite and at least 0")
-        if operator.index(self.top_k) < 0:
+        if self.top_k < 0:
             raise ValueError(f"Sampling: top_k ({self.top_k}) must be at least 0")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"Sampling: top_p ({self.top_p}) must be above 0 and at most 1")
-        if self.seed is not None and operator.index(self.seed) < 0:
+        if self.seed is not None and self.seed < 0:
             raise ValueError(f"Sampling: seed ({self.seed}) must be at least 0")
+
+
+def _float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, (str, bytes, bytearray)):  # of which float() reads some
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"Sampling: {name} must be a number; got {type(value).__name__}") from None
+
+
+class Draws:
+    """The random numbers of a sample, which are the same when a token has to be drawn once more."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._rng = np.random.default_rng(seeds)
+        self._before: tuple[int, Mapping[str, Any]] = -1, {}  # a position, and the state before its draw
+
+    def at(self, position: int) -> np.random.Generator:
+        """Return the generator for the token at this position, which is the last one's or the next."""
+        if self._before[0] == position:
+            self._rng.bit_generator.state = self._before[1]
+        else:
+            self._before = position, self._rng.bit_generator.state
+        return self._rng
 
 
 def sample(logits: NDArray[np.float32], sampling: Sampling, rng: np.random.Generator) -> int:

@@ -8,7 +8,6 @@ arXiv:2309.06180; prompts in chunks beside decoding sequences: Agrawal et al. 20
 from __future__ import annotations
 
 import dataclasses
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,20 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo._cache import int_argument
+from octavo._core import OutOfPages
 from octavo._kv_cache import KVCache, KVCacheStep
 from octavo.serving.batcher import Batch, Batcher
 from octavo.serving.beams import BeamSearch
-from octavo.serving.group import Group
+from octavo.serving.group import Group, groups_of
+from octavo.serving.limits import Limits
 from octavo.serving.logits import BatchLogits
 from octavo.serving.request import (
-    Answer,
-    FinishReason,
+    Drawn,
     Output,
     Request,
     at_least,
     int_of,
     length_penalty_of,
     namespace_of,
+    sampling_of,
     stop_sequences_of,
     token_list,
 )
@@ -61,9 +63,10 @@ class Scheduler:
     the other methods, and read requests. A cancelled request gets no token from that moment on; its pages are
     freed at the end of the step under way, or in the next one.
 
-    If `forward` raises, step() raises the same, every sequence is as it was before, and step() may be
-    called again. After an exception that comes later, such as KeyboardInterrupt, it may as well: it returns
-    the tokens that had been drawn, and computes those of the other sequences again.
+    **Exceptions.** If `forward` raises, step() raises the same, every sequence is as it was before, and
+    step() may be called again. After an exception from elsewhere, such as KeyboardInterrupt at any moment, it
+    may as well: it starts over with the requests and the tokens that had been drawn. It returns those that no
+    step has returned yet, and computes the keys and values of all sequences again.
 
     Args:
         cache: octavo.KVCache, whose sequences are the scheduler's own from now on.
@@ -86,6 +89,8 @@ class Scheduler:
 
     Raises:
         ValueError: a number out of range.
+        TypeError: a cache that is no octavo.KVCache, a forward that cannot be called, a number that is no
+            int.
     """
 
     cache: KVCache
@@ -104,46 +109,30 @@ class Scheduler:
         decode_batches: Iterable[int] = (),
         priority_steps: int = 1000,
     ) -> None:
+        if not callable(forward):
+            raise TypeError(f"Scheduler: forward must be callable; got {type(forward).__name__}")
         self.cache = cache
         self._forward = forward
-        self._max_batch = cache.max_batch if max_batch is None else max_batch
-        self._token_budget = cache.max_tokens if token_budget is None else token_budget
-        self._max_length = max_length
-        self._vocab_size = vocab_size
-        if not 1 <= self._max_batch <= cache.max_batch:
-            raise ValueError(
-                f"Scheduler: max_batch ({max_batch}) must be from 1 to the cache's ({cache.max_batch})"
-            )
-        if not self._max_batch <= self._token_budget <= cache.max_tokens:
-            raise ValueError(
-                f"Scheduler: token_budget ({self._token_budget}) must be from max_batch ({self._max_batch}) "
-                f"to the cache's max_tokens ({cache.max_tokens})"
-            )
-        if max_length is not None and max_length < 2:
-            raise ValueError(
-                f"Scheduler: max_length ({max_length}) must be at least 2, of a token and a new one"
-            )
-        if vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"Scheduler: vocab_size ({vocab_size}) must be at least 1")
-        sizes = sorted(set(map(operator.index, decode_batches)))
-        if sizes and not 1 <= sizes[0] <= sizes[-1] <= self._max_batch:
-            raise ValueError(
-                f"Scheduler: decode_batches must be from 1 to max_batch ({self._max_batch}); "
-                f"got {sizes[0] if sizes[0] < 1 else sizes[-1]}"
-            )
-        if priority_steps < 1:
-            raise ValueError(f"Scheduler: priority_steps ({priority_steps}) must be at least 1")
+        self._limits = Limits.of(
+            cache,
+            max_batch=max_batch,
+            token_budget=token_budget,
+            max_length=max_length,
+            vocab_size=vocab_size,
+            decode_batches=decode_batches,
+            priority_steps=priority_steps,
+        )
         self._stop_tokens = frozenset(token_list("stop_tokens", stop_tokens))
-        self._priority_steps = priority_steps
         self._statistics = Statistics()
-        self._batcher = Batcher(cache, self._max_batch, self._token_budget, sizes, self._statistics)
-        self._stepping = threading.Lock()  # held by step()
+        self._batcher = Batcher(cache, self._limits, self._statistics)
+        self._turn: dict[str, object] = {}  # of the thread in step() or close(), if there is one
+        self._in_doubt = False  # whether the last turn did not come to its end, or one is under way
         self._lock = threading.Lock()  # of the requests' answers, and of what follows: any thread's
         self._closed = False
         self._num_requests = 0
-        self._unfinished: set[Request] = set()
+        self._unfinished: dict[Request, BeamSearch | None] = {}
         self._submitted: list[Group] = []  # since the last step began
-        self._outputs: list[Output] = []  # that step() has not returned yet
+        self._drawn: list[Drawn] = []  # what step() has not returned yet
         self._cancelled: set[Request] = set()  # whose groups the batcher may still have
 
     # From any thread
@@ -186,13 +175,13 @@ class Scheduler:
                 request that could never run, because it exceeds max_length, max_batch or the pages of the
                 cache; beam search with a temperature.
             RuntimeError: the scheduler is closed.
-            TypeError: a number that is no int; a namespace that is no str.
+            TypeError: a number that is no int; a sampling or namespace that is none.
         """
         request = Request(
             index=-1,
             prompt=token_list("prompt", prompt),
             max_tokens=at_least("max_tokens", max_tokens, 1),
-            sampling=sampling,
+            sampling=sampling_of(sampling),
             num_samples=at_least("num_samples", num_samples, 1),
             num_beams=at_least("num_beams", num_beams, 1),
             length_penalty=length_penalty_of(length_penalty),
@@ -203,25 +192,18 @@ class Scheduler:
             namespace=namespace_of(namespace),
             rank=(0, 0),
         )
-        self._check(request)
+        self._limits.check(request, self._batcher.room)
+        search = BeamSearch(request) if request.num_beams > 1 else None
         with self._lock:
             self._check_open("submit")
             request.index = self._num_requests
             self._num_requests += 1
             request.rank = (
-                self._statistics.num_steps - request.priority * self._priority_steps,
+                self._statistics.num_steps - request.priority * self._limits.priority_steps,
                 request.index,
             )
-            self._unfinished.add(request)
-            self._submitted.append(
-                Group(
-                    request,
-                    sample=0,
-                    num_samples=1 if request.num_beams > 1 else request.num_samples,
-                    rng=np.random.default_rng(request.seeds(0)),
-                    search=BeamSearch(request) if request.num_beams > 1 else None,
-                )
-            )
+            self._submitted += groups_of(request, search)
+            self._unfinished[request] = search  # without this the groups are nobody's
         return request
 
     def cancel(self, request: Request, sample: int | None = None) -> bool:
@@ -236,13 +218,21 @@ class Scheduler:
         Raises:
             ValueError: the request is another scheduler's, and not finished; sample is out of range, or is
                 given for beam search.
+            TypeError: the request is none, or sample is no int.
         """
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"Scheduler.cancel: request must be one that submit() returned; got {type(request).__name__}"
+            )
+        if sample is not None:
+            sample = int_argument("Scheduler.cancel", "sample", sample)
         if sample is not None and (request.num_beams > 1 or not 0 <= sample < request.num_samples):
             raise ValueError(
                 f"Scheduler.cancel: sample ({sample}) must be None for beam search, else from 0 to "
                 f"{request.num_samples - 1}"
             )
         with self._lock:
+            self._settle(list(self._drawn))
             if request not in self._unfinished:
                 if not request.finished:
                     raise ValueError("Scheduler.cancel: the request is another scheduler's")
@@ -252,11 +242,11 @@ class Scheduler:
                 for index, answer in enumerate(request.answers)
                 if sample in (None, index) and answer.finish_reason is None
             ]
+            self._cancelled.add(request)
             for answer in unfinished:
                 answer.finish_reason = "cancelled"
-            self._cancelled.add(request)
             if request.finished:
-                self._unfinished.remove(request)
+                del self._unfinished[request]
                 self._statistics.num_cancelled += 1
             return bool(unfinished)
 
@@ -264,7 +254,7 @@ class Scheduler:
     def unfinished(self) -> bool:
         """Whether step() has anything left to do, be it to free the pages of a cancelled request."""
         with self._lock:
-            return bool(self._unfinished or self._cancelled or self._outputs)
+            return bool(self._unfinished or self._cancelled or self._drawn or self._in_doubt)
 
     def stats(self) -> Statistics:
         """Return a copy of the counts."""
@@ -281,59 +271,31 @@ class Scheduler:
                 waste_percent=float(pages["waste_percent"]),
             )
 
-    def _check(self, request: Request) -> None:
-        """Raise ValueError if the request could never run."""
-        num_prompt, num_new = len(request.prompt), request.max_tokens
-        if num_prompt == 0:
-            raise ValueError("Scheduler.submit: prompt must hold a token at least")
-        if self._vocab_size is not None and max(request.prompt) >= self._vocab_size:
-            raise ValueError(
-                f"Scheduler.submit: prompt must hold tokens below vocab_size ({self._vocab_size}); "
-                f"got {max(request.prompt)}"
-            )
-        asked = f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones"
-        if self._max_length is not None and num_prompt + num_new > self._max_length:
-            raise ValueError(f"{asked} exceed max_length ({self._max_length})")
-        for name, rows in (("num_samples", request.num_samples), ("num_beams", request.num_beams)):
-            if rows > self._max_batch:
-                raise ValueError(
-                    f"Scheduler.submit: {name} ({rows}) must be at most max_batch ({self._max_batch})"
-                )
-        if request.num_beams > 1:
-            if request.num_samples > request.num_beams:
-                raise ValueError(
-                    f"Scheduler.submit: num_samples ({request.num_samples}) must be at most num_beams "
-                    f"({request.num_beams}), whose best hypotheses are returned"
-                )
-            if request.sampling.temperature != 0.0:
-                raise ValueError(
-                    "Scheduler.submit: sampling must have temperature 0 with num_beams, which draws nothing; "
-                    f"got {request.sampling.temperature}"
-                )
-        num_cached = num_prompt + num_new - 1  # the last token is never read
-        num_pages, page_group = self._batcher.room.needed(num_prompt, num_cached, request.num_beams)
-        if num_pages > page_group.num_pages:
-            beams = f" in {request.num_beams} beams" if request.num_beams > 1 else ""
-            raise ValueError(
-                f"{asked}{beams} need {num_pages} pages of {page_group.page_size}; "
-                f"the cache has {page_group.num_pages}"
-            )
-        if num_cached > self.cache.max_length:
-            raise ValueError(f"{asked} exceed the cache's max_length ({self.cache.max_length})")
-
     # From one thread
 
     @property
     def prefill_remaining(self) -> int:
         """Tokens of prompts, and of sequences that gave way, that are still to be computed."""
+        if self._in_doubt and not self._turn:
+            self._take_turn("prefill_remaining", lambda: None)
         with self._lock:
             submitted = sum(group.num_tokens for group in self._submitted if not group.is_over)
             return submitted + self._batcher.prefill_remaining()
 
     def run(self) -> Iterator[Output]:
-        """Take steps until nothing is left; iterate over the new tokens."""
+        """Take steps until nothing is left; iterate over the new tokens.
+
+        Those that an iteration leaves, which ends early, the next step returns.
+        """
         while self.unfinished:
-            yield from self.step()
+            self._check_open("step")
+            if self._in_doubt or not self._drawn:
+                self._take_turn("step", self._step)
+            while self._drawn and not self._in_doubt:
+                self._statistics.generated_tokens += 1
+                output = self._drawn[0].output
+                del self._drawn[0]  # as in step(), no call comes from here on
+                yield output
 
     def step(self) -> list[Output]:
         """Run one batch through the model; return the new tokens.
@@ -343,13 +305,12 @@ class Scheduler:
             ValueError: `forward` returned something else than logits.
             octavo.OutOfPages: sequences that are not the scheduler's hold the pages that it needs.
         """
-        if not self._stepping.acquire(blocking=False):
-            raise RuntimeError("Scheduler.step: another thread is in it; one at a time may step")
-        try:
-            self._check_open("step")
-            return self._step()
-        finally:
-            self._stepping.release()
+        self._check_open("step")
+        self._take_turn("step", self._step)
+        outputs = [drawn.output for drawn in self._drawn]
+        self._statistics.generated_tokens += len(outputs)
+        self._drawn = []  # no call comes from here on, in which an interrupt could lose them
+        return outputs
 
     def close(self) -> None:
         """Cancel all requests and free their pages, so that the cache can be used for something else.
@@ -360,18 +321,40 @@ class Scheduler:
         Raises:
             RuntimeError: another thread is in step().
         """
-        if not self._stepping.acquire(blocking=False):
-            raise RuntimeError("Scheduler.close: step() is under way; close the scheduler after it")
+        self._take_turn("close", self._close)
+
+    def _take_turn(self, method: str, work: Callable[[], None]) -> None:
+        """Work from one consistent state to another, if nobody else does.
+
+        What the last turn left by halves is mended first. CPython handles signals after calls and in jumps
+        backwards alone: none comes between the call that takes the turn and its effect, nor while the turn is
+        given back.
+        """
+        turn = object()
         try:
-            with self._lock:
-                self._closed = True
-                self._outputs.clear()
-                unfinished = list(self._unfinished)
-            for request in unfinished:
-                self.cancel(request)
-            self._take_over()
+            if self._turn.setdefault("", turn) is not turn:
+                raise RuntimeError(
+                    "Scheduler.close: step() is under way; close the scheduler after it"
+                    if method == "close"
+                    else f"Scheduler.{method}: another thread is in it; one at a time may step"
+                )
+            if self._in_doubt:
+                self._recover()
+            self._in_doubt = True
+            work()
+            self._in_doubt = False
         finally:
-            self._stepping.release()
+            if self._turn == {"": turn}:
+                del self._turn[""]
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._drawn = []
+            unfinished = list(self._unfinished)
+        for request in unfinished:
+            self.cancel(request)
+        self._take_over()
 
     def __enter__(self) -> Scheduler:
         return self
@@ -383,50 +366,64 @@ class Scheduler:
         if self._closed:
             raise RuntimeError(f"Scheduler.{method}: the scheduler is closed")
 
-    def _step(self) -> list[Output]:
+    def _recover(self) -> None:
+        """Start over from what is certain: the unfinished requests, and the tokens that were drawn."""
+        with self._lock:
+            self._settle(self._drawn)
+            for request, search in list(self._unfinished.items()):
+                if request.finished:
+                    del self._unfinished[request]
+                elif search is not None and search.done:
+                    self._hypotheses(request, search)
+            self._submitted, self._cancelled = [], set()
+            self._batcher.start_over(
+                [group for item in self._unfinished.items() for group in groups_of(*item)]
+            )
+
+    def _step(self) -> None:
         start = time.perf_counter()
         self._take_over()
         self._batcher.admit()
-        batch = self._batcher.begin_batch()
+        batch = self._begin_batch()
         if batch is None:
-            return self._take_outputs()
+            return
+        logits = self._run_batch(batch)
+        with self._lock:
+            self._advance_all(batch, logits)
+            self._batcher.count_time(batch, time.perf_counter() - start)
+        self._take_over()
+
+    def _begin_batch(self) -> Batch | None:
+        try:
+            return self._batcher.begin_batch()
+        except OutOfPages:
+            self._in_doubt = False  # there is no batch, and nothing by halves
+            raise
+
+    def _run_batch(self, batch: Batch) -> BatchLogits:
+        sequences = self._batcher.sequences
         try:
             self._batcher.count_pages()
             logits = self._logits(batch)
         except BaseException:
-            self._batcher.undo(batch)
+            sequences.undo()
+            self._in_doubt = False  # every sequence is as it was before
             raise
-        row = 0
-        with self._lock:
-            try:
-                for group, _, _, num_rows in batch.shares:
-                    end = row + num_rows
-                    if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
-                        self._advance(group, logits, range(row, end))
-                    row = end
-            except BaseException:
-                self._batcher.step_back()
-                raise
-            finally:
-                self._batcher.count_time(batch, time.perf_counter() - start)
-        self._take_over()
-        return self._take_outputs()
-
-    def _take_outputs(self) -> list[Output]:
-        with self._lock:
-            outputs, self._outputs = self._outputs, []
-            self._statistics.generated_tokens += len(outputs)
-        return outputs
+        sequences.written()
+        return logits
 
     def _take_over(self) -> None:
         """Let the batcher know what other threads have asked for."""
         with self._lock:
-            submitted, cancelled = self._submitted, self._cancelled
-            self._submitted, self._cancelled = [], set()
-            for group in submitted:
-                self._batcher.wait(group)
-            if cancelled:
-                self._batcher.drop(cancelled)
+            for group in self._submitted:
+                if group.request in self._unfinished:
+                    self._batcher.wait(group)
+            self._submitted = []
+            for request in self._cancelled:
+                if request.finished:
+                    self._unfinished.pop(request, None)
+            self._batcher.drop(self._cancelled)
+            self._cancelled = set()
 
     def _logits(self, batch: Batch) -> BatchLogits:
         num_rows = 0
@@ -439,6 +436,14 @@ class Scheduler:
 
     # The next tokens
 
+    def _advance_all(self, batch: Batch, logits: BatchLogits) -> None:
+        row = 0
+        for group, _, _, num_rows in batch.shares:
+            end = row + num_rows
+            if group.request in self._unfinished and self._batcher.num_missing(group) == 0:
+                self._advance(group, logits, range(row, end))
+            row = end
+
     def _advance(self, group: Group, logits: BatchLogits, rows: range) -> None:
         """Give a group whose tokens are all in the cache its next ones.
 
@@ -448,7 +453,7 @@ class Scheduler:
             rows: those of its handles.
         """
         if not group.is_forked:  # beams that were computed again up to where they part
-            group.handles += self.cache.fork(group.handles[0], len(group.generated) - 1)
+            group.handles += self._batcher.sequences.fork(group.handles[0], len(group.generated) - 1)
         elif group.search is not None:
             self._advance_beams(group, group.search, logits.rows(rows))
         else:
@@ -459,66 +464,48 @@ class Scheduler:
                     self._append(member, logits, rows[0])
 
     def _append(self, group: Group, logits: BatchLogits, row: int) -> None:
-        request, (generated,) = group.request, group.generated
-        num_generated = len(generated)
-        state = group.rng.bit_generator.state if request.sampling.temperature else None
-        try:
-            token, logprob = logits.best(row), None
-            if request.needs_logits:
-                (of_row,) = logits.rows([row])
-                token = sample(of_row, request.sampling, group.rng)
-                logprob = float(log_softmax(of_row)[token]) if request.logprobs else None
-            reason = request.reason_to_end(generated, token)
-            generated.append(token)
-            self._output(request, group.sample, token, reason, logprob)
-        except BaseException:
-            if len(request.answers[group.sample].tokens) == num_generated:  # draw the same token next time
-                del generated[num_generated:]
-                if state is not None:
-                    group.rng.bit_generator.state = state
-            raise
+        request, answer = group.request, group.request.answers[group.sample]
+        position = len(answer.tokens)
+        token, logprob = logits.best(row), None
+        if request.needs_logits:
+            (of_row,) = logits.rows([row])
+            token = sample(of_row, request.sampling, answer.draws.at(position))
+            logprob = float(log_softmax(of_row)[token]) if request.logprobs else None
+        reason = request.reason_to_end(answer.tokens, token)
+        self._commit([Drawn(position, Output(request, group.sample, token, reason, logprob))])
         if reason:
             self._batcher.finish(group)
 
     def _advance_beams(self, group: Group, search: BeamSearch, logits: NDArray[np.float32]) -> None:
-        before = search.beams, search.finished
-        num_outputs = len(self._outputs)
-        try:
-            parents = search.advance(logits)
-            if search.done:
-                self._hypotheses(group.request, search)
-            else:
-                self._batcher.follow(group, parents)
-                group.generated = [list(beam.tokens) for beam in search.beams]
-        except BaseException:
-            if not group.is_over:
-                search.beams, search.finished = before
-                del self._outputs[num_outputs:]
-                group.request.answers[:] = [Answer() for _ in range(group.request.num_samples)]
-                self._batcher.put_back(group)
-            raise
+        parents = search.advance(logits)
         if search.done:
+            self._hypotheses(group.request, search)
             self._batcher.finish(group)
+        else:
+            self._batcher.follow(group, parents)
+            group.follow_search()
 
     def _hypotheses(self, request: Request, search: BeamSearch) -> None:
-        best = search.finished[: request.num_samples]
-        del request.answers[len(best) :]  # where max_tokens of a small vocabulary have no more
-        for index, found in enumerate(best):
-            request.answers[index].score = found.score
-            *others, last = zip(found.tokens, found.logprobs, strict=True)
-            for token, logprob in others:
-                self._output(request, index, token, None, logprob)
-            self._output(request, index, last[0], found.finish_reason, last[1])
+        """Make the best hypotheses of a search that is done the answers of a request."""
+        del request.answers[len(search.finished) :]  # where max_tokens of a small vocabulary have no more
+        self._commit(search.drawn())
 
-    def _output(
-        self, request: Request, index: int, token: int, reason: FinishReason | None, logprob: float | None
-    ) -> None:
-        answer = request.answers[index]
-        answer.tokens.append(token)
-        if request.logprobs and logprob is not None:
-            answer.logprobs.append(logprob)
-        answer.finish_reason = reason
-        self._outputs.append(Output(request, index, token, reason, logprob if request.logprobs else None))
-        if request.finished:
-            self._unfinished.remove(request)
-            self._statistics.num_finished += 1
+    def _commit(self, drawn: list[Drawn]) -> None:
+        """Make tokens part of their answers. An exception comes before all of them, or after."""
+        self._drawn += drawn
+        self._settle(drawn)
+
+    def _settle(self, drawn: list[Drawn]) -> None:
+        """Let answers have these tokens, if they have not, and requests that are done be finished."""
+        for position, output, score in drawn:
+            request, answer = output.request, output.request.answers[output.sample]
+            if len(answer.tokens) == position:
+                answer.tokens.append(output.token)
+            if len(answer.logprobs) == position and output.logprob is not None:
+                answer.logprobs.append(output.logprob)
+            answer.score = score
+            if output.finish_reason is not None and answer.finish_reason is None:
+                answer.finish_reason = output.finish_reason
+            if request in self._unfinished and request.finished:
+                self._statistics.num_finished += 1
+                del self._unfinished[request]

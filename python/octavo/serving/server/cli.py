@@ -212,4 +212,9 @@ def _seconds(text: str) -> float:
 
 def _bytes(text: str) -> int:
     unit = _UNITS.get(text[-1:].upper(), 1)
-    return _positive(text if unit == 1 else text[:-1]) * unit
+    number = text if unit == 1 else text[:-1]
+    if not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no size: a positive integer of bytes, or of {', '.join(_UNITS)}, such as 512M"
+        )
+    return int(number) * unit

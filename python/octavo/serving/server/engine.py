@@ -116,6 +116,7 @@ class Engine:
         self.failure: BaseException | None = None
         self.on_failure = on_failure
         self._scheduler = scheduler
+        self._max_samples = scheduler._limits.max_batch
         self._cache = cache
         self._tokenizer = tokenizer
         self._snapshots = Snapshots(scheduler, cache)
@@ -152,6 +153,13 @@ class Engine:
         if self.stopping.is_set():
             raise stopping()
         self.check_room(job.num_answers)
+        if job.num_samples > self._max_samples:
+            raise ApiError(
+                400,
+                f"n ({job.num_samples}) must be at most {self._max_samples}, the sequences in a step",
+                param="n",
+                code="cannot_run",
+            )
         stream = Stream(job)
         self._streams.add(stream)
         self.in_flight += job.num_answers

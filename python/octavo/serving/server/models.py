@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 from octavo import KVCache
 from octavo.serving.detokenizer import Detokenizer, byte_tokens
 from octavo.serving.server.text import Tokenizer
+
+_log = logging.getLogger("octavo.serving")
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def _load_transformers(name: str, device: str, dtype: str | None, cuda_graphs: b
     try:
         import transformers
 
-        from octavo._transformers_batch import ServedModel
+        from octavo._transformers_batch import ServedModel, changes_of_logits
         from octavo._transformers_graphs import decode_batches
     except ModuleNotFoundError as missing:
         raise ImportError(
@@ -166,6 +169,9 @@ def _load_transformers(name: str, device: str, dtype: str | None, cuda_graphs: b
         raise ValueError(f"--model {name}: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"--model {name}: its tokenizer must be one of the library tokenizers")
+    for field, (value, neutral) in changes_of_logits(model).items():
+        _log.warning("%s: %s=%r of its generation config is left out", name, field, value)
+        setattr(model.generation_config, field, neutral)
     served = ServedModel(model)
     graphs = served.make_graphs(cuda_graphs)
     config = model.config.get_text_config(decoder=True)

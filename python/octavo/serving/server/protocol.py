@@ -98,7 +98,8 @@ def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     name = "max_completion_tokens"
     if fields.has(name) and fields.has("max_tokens"):
         fields.refuse(name, f"{name} and max_tokens mean the same: give one of them")
-    name = name if fields.has(name) else "max_tokens"
+    name, without = (name, "max_tokens") if fields.has(name) else ("max_tokens", name)
+    fields.take(without)  # a null
     options = _options(fields, name, fields.boolean("logprobs", False), default_max_tokens=None)
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
