@@ -26,8 +26,8 @@ namespace octavo {
 // of a sequence are never read.
 struct AttentionArgs {
     TensorView q, k, v;  // head_dim: a multiple of 8 up to 512; that of v may be another
-    // Like q, with the head_dim of v. Either exactly q (same address and strides), or memory that does not
-    // overlap q, k or v.
+    // Like q, with the head_dim of v. Either exactly q (same address and strides), or memory that overlaps no
+    // other array of the call; that of lse overlaps none.
     TensorView out;
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;
@@ -35,9 +35,9 @@ struct AttentionArgs {
     std::optional<TensorView> prefix_lens;  // int32, int64 [batch]: first tokens, visible to every query
     // Ranges of keys that see each other in both directions, such as those of an image: int32 or int64
     // [batch, num_ranges, 2] in C order, the position of the first key and the position behind the last.
-    // Those of a sequence ascend, and have no key in common; ranges without keys, such as [0, 0], fill the
-    // rows up. On the CPU that is checked; on a GPU other ranges give unspecified results. What lies past the
-    // last key is cut off. Not with block_mask.
+    // Those of a sequence ascend, and have no key in common; ranges without keys, which end where they begin,
+    // such as [0, 0], fill the rows up. On the CPU that is checked; on a GPU other ranges give unspecified
+    // results. What lies past the last key is cut off. Not with block_mask.
     std::optional<TensorView> bidirectional_ranges;
     // Whether window_left and attention_chunk go on hiding a range's earlier keys: then its queries see later
     // keys alone more. Otherwise they see all of the range, whatever the window.

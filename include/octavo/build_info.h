@@ -35,7 +35,8 @@ CpuInfo cpu_info();
 // The GPUs that the driver shows. Empty without CUDA or a usable driver; `why_none` then says why.
 std::vector<GpuInfo> gpu_info(std::string* why_none = nullptr);
 
-// Threads that the CPU operators use. Default: OCTAVO_NUM_THREADS, else the cores this process may run on.
+// Threads that the CPU operators use, from 1 to 65536. Default: OCTAVO_NUM_THREADS, else the cores this
+// process may run on.
 void set_num_threads(int num_threads);
 int get_num_threads();
 

@@ -111,9 +111,9 @@ struct TokenArrays {
 
 // Where step() writes one group's share: arrays of the caller's.
 struct PageTableArrays {
-    int32_t* page_table;  // [max_batch, max_pages]
-    int64_t max_pages;
-    int64_t row_stride;         // from a row of page_table to the next, in elements
+    int32_t* page_table = nullptr;  // [max_batch, max_pages]
+    int64_t max_pages = 0;
+    int64_t row_stride = 0;     // from a row of page_table to the next, in elements
     int32_t* copies = nullptr;  // [max_copies, 2], in C order; null: copies stay pending until take_copies()
     int64_t max_copies = 0;
 };

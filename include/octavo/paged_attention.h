@@ -8,19 +8,23 @@
 // Pages have the dtype of the queries and new tokens, or hold codes of 8 or 4 bits, both pages the same, or
 // k_pages int8 and v_pages int4:
 //   int8, float8_e4m3fn, float8_e5m2: value = scale x code. Either with static scales, k_scale and v_scale
-//     (k_scale_array and v_scale_array: float32 [1] or [num_kv_heads], read when the operator runs), or with
-//     one for each token and KV head, k_scales and v_scales: float32 [num_pages, page_size, num_kv_heads],
-//     any strides, which append_kv writes and paged_attention reads. float8 has 1 by default, int8 none.
+//     (k_scale_array and v_scale_array: float32 [1] or [num_kv_heads], read when the operator runs), which
+//     are at least 2^-126, or with one for each token and KV head, k_scales and v_scales: float32 [num_pages,
+//     page_size, num_kv_heads], any strides, which append_kv writes and paged_attention reads. float8 has 1
+//     by default, int8 none.
 //   int4: value = scale x code + minimum. Pages of uint8, their last axis head_dim / 2, the even dim in the
 //     lower half of its byte; k_scales and v_scales float16 [num_pages, page_size, num_kv_heads, 2]: scale
 //     and minimum, a unit last stride and aligned to 4 bytes.
 // kv_dtype says what pages of uint8 hold, and is needed there: float8_e4m3fn, float8_e5m2 or int4.
 //
 // Keys may be transformed before they become codes, so that these lose less: k_channel_offset is subtracted
-// from them, they are divided by k_channel_scale, both float32 [num_kv_heads, head_dim], and then rotated by
-// a Hadamard matrix where rotate_keys is set (of the size of the largest power of two that divides head_dim,
-// a block of the row at a time). paged_attention takes the same arguments, and its results are those over
-// the keys as they were. k_channel_offset cannot be combined with softcap.
+// from them, they are divided by k_channel_scale, at least 2^-126, both float32 [num_kv_heads, head_dim], and
+// then rotated by a Hadamard matrix where rotate_keys is set (of the size of the largest power of two that
+// divides head_dim, a block of the row at a time). paged_attention takes the same arguments, and its results
+// are those over the keys as they were. Its queries are multiplied by k_channel_scale and rotated, and then
+// get their own dtype again: of float16, they must be at most 65504 in magnitude by then. A larger number
+// becomes infinite, and the results of its query NaN; smaller scales or bfloat16 avoid that. k_channel_offset
+// cannot be combined with softcap.
 #pragma once
 
 #include <octavo/error.h>

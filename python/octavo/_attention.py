@@ -96,7 +96,7 @@ def attention(
             ``dropout_offset + b * num_q_heads + h`` of the seed's: the next call is to start
             batch * num_q_heads further. Default: 0.
         sinks: float32 [num_q_heads]: attention sinks, as gpt-oss (OpenAI 2025, arXiv:2508.10925) learns them
-            (StreamingLLM, Xiao et al. 2024, arXiv:2309.17453). The number of a head joins the sum of
+            (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453). The number of a head joins the sum of
             exponentials of each of its queries and weighs no value; it is neither scaled, capped nor masked.
             The log-sum-exp includes it. -inf is none; NaN and inf spoil the results of their head. Default:
             none.

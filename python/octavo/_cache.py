@@ -128,6 +128,22 @@ def library_of(call: str, like: Any) -> str:
     return _maker(call, like)[0]
 
 
+def int_argument(call: str, name: str, number: object) -> int:
+    """What a call of Python's own makes of an argument that has to be an int."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{call}: {name} must be an int; got {type(number).__name__}") from None
+
+
+def _bool_argument(call: str, name: str, value: object) -> bool:
+    """True or False, which may be NumPy's."""
+    kind = type(value)
+    if kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")):
+        return bool(value)
+    raise TypeError(f"{call}: {name} must be a bool; got {kind.__name__}")
+
+
 def _name_of(dtype: Any) -> str:
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", getattr(dtype, "__name__", str(dtype)))
     return str(name).removeprefix("torch.")
@@ -196,7 +212,9 @@ def empty_cache(
             caches of floats never. Default: True.
         k_channel_offset: for codes: float32 [num_kv_heads, head_dim], subtracted from keys, as ``append_kv``
             says; the cache passes it on to the operators. Default: none.
-        k_channel_scale: for codes: what keys are divided by, of the same dtype and shape. Default: none.
+        k_channel_scale: for codes: what keys are divided by, of the same dtype and shape; at least 2^-126.
+            Queries are multiplied by it, and those of float16 must be at most 65504 in magnitude then,
+            as ``paged_attention`` says. Default: none.
         rotate_keys: for codes: whether keys are rotated. Default: False.
         head_dim_v: the head_dim of values, where it is another. Default: head_dim.
 
@@ -217,14 +235,14 @@ def empty_cache(
     }
     for name, number in numbers.items():
         least = 0 if name == "num_pages" else 1
-        if operator.index(number) < least:
+        if int_argument("empty_cache", name, number) < least:
             raise ValueError(f"empty_cache: {name} ({number}) must be at least {least}")
     head_dims = head_dim, head_dim if head_dim_v is None else head_dim_v
     kind = _kind_of("empty_cache", dtype, head_dims, token_scales)
     transform: dict[str, Any] = {
         "k_channel_offset": k_channel_offset,
         "k_channel_scale": k_channel_scale,
-        "rotate_keys": rotate_keys,
+        "rotate_keys": _bool_argument("empty_cache", "rotate_keys", rotate_keys),
     }
     for name, value in transform.items():
         if kind in _FLOATS and value is not None and value is not False:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from octavo._cache import PagedCache, library_of
 from octavo._kv_layout import check_rows
-from octavo._kv_sequences import KVSequences
+from octavo._kv_sequences import KVSequences, handles
 from octavo._paged_attention import append_kv, copy_pages, paged_attention
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class KVCache(KVSequences):
         KeyboardInterrupt, leaves the sequences where they were, or moved, or, if it comes while pages are
         copied, freed.
         """
-        self._transfer(self.allocator.preempt, list(seqs), self.layers, self._host_layers)
+        self._transfer(self.allocator.preempt, handles("preempt", seqs), self.layers, self._host_layers)
 
     def resume(self, seqs: Iterable[int]) -> None:
         """Bring preempted sequences back: ``PageAllocator.resume``.
@@ -245,7 +245,7 @@ class KVCache(KVSequences):
         KeyboardInterrupt, leaves the sequences where they were, or moved, or, if it comes while pages are
         copied, freed.
         """
-        self._transfer(self.allocator.resume, list(seqs), self._host_layers, self.layers)
+        self._transfer(self.allocator.resume, handles("resume", seqs), self._host_layers, self.layers)
 
     def _transfer(
         self,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from octavo._cache import int_argument
 
 
 class LayerGroup(NamedTuple):
@@ -19,15 +20,22 @@ def group_layers(num_layers: int, windows: Sequence[int | None] | None) -> list[
     """Those without a window first, since prefixes are found by the pages of group 0."""
     lefts = [-1] * num_layers
     if windows is not None:
-        if len(windows) != num_layers:
+        try:
+            count = len(windows)
+        except TypeError:
+            raise TypeError(
+                "KVCache: windows must be a sequence of an int or None for each layer, such as a list; "
+                f"got {type(windows).__name__}"
+            ) from None
+        if count != num_layers:
             raise ValueError(
-                f"KVCache: windows must have an entry for each of the {num_layers} layers; got {len(windows)}"
+                f"KVCache: windows must have an entry for each of the {num_layers} layers; got {count}"
             )
         for layer, window in enumerate(windows):
             if window is None:
                 continue
-            lefts[layer] = operator.index(window)
-            if window < 0:
+            lefts[layer] = int_argument("KVCache", f"windows[{layer}]", window)
+            if lefts[layer] < 0:
                 raise ValueError(f"KVCache: windows[{layer}] ({window}) must be at least 0, or None")
     return [
         LayerGroup(left, tuple(layer for layer, x in enumerate(lefts) if x == left))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo._cache import PagedCache, bytes_per_token, empty_cache
+from octavo._cache import PagedCache, bytes_per_token, empty_cache, int_argument
 from octavo._core import PageAllocator, PageGroup
 from octavo._kv_layout import group_layers, most_pages_of_window, pages_within
 
@@ -51,7 +50,7 @@ class KVSequences:
             **({} if head_dim_v is None else {"head_dim_v": head_dim_v}),
         }
         for name, number in numbers.items():
-            if _int(name, number) < 1:
+            if int_argument("KVCache", name, number) < 1:
                 raise ValueError(f"KVCache: {name} ({number}) must be at least 1")
         self._groups = group_layers(num_layers, windows)
         if prefix_cache and self._groups[0].window_left >= 0:
@@ -149,13 +148,23 @@ class KVSequences:
         return self.allocator.needed(seqs, listed(num_new_tokens), group)
 
     def fits(self, seqs: Iterable[int], num_new_tokens: int | Iterable[int] | SupportsDLPack = 1) -> bool:
-        """Whether every group of layers has the pages that a step would take."""
-        seqs = list(seqs)
+        """Whether every group of layers has the pages that a step would take.
+
+        It is about pages alone, which other sequences can leave: ``step`` refuses more sequences than
+        max_batch, more new tokens than max_tokens, and a sequence longer than max_length, whatever is free.
+        """
+        seqs = handles("fits", seqs)
         num_new_tokens = listed(num_new_tokens)
-        return all(
-            self.allocator.needed(seqs, num_new_tokens, group) <= self._num_free_pages(group)
-            for group in range(len(self._groups))
-        )
+        try:
+            return all(
+                self.allocator.needed(seqs, num_new_tokens, group) <= self._num_free_pages(group)
+                for group in range(len(self._groups))
+            )
+        except (TypeError, ValueError) as error:
+            message = str(error)
+            if not message.startswith("needed: "):
+                raise
+            raise type(error)("fits: " + message.removeprefix("needed: ")) from error.__cause__
 
     def _num_free_pages(self, group: int) -> int:
         if group == 0:
@@ -194,18 +203,20 @@ class KVSequences:
         return counts | self.allocator.cache_stats() if self.prefix_cache else counts
 
 
+def handles(call: str, seqs: Iterable[int]) -> list[int]:
+    """A list of handles, which may come from what can be read only once."""
+    try:
+        iterator = iter(seqs)
+    except TypeError:
+        raise TypeError(f"{call}: seqs must be an iterable of handles; got {type(seqs).__name__}") from None
+    return list(iterator)
+
+
 def listed(numbers: Any) -> Any:
     """A list of what can be read only once, such as a generator; anything else as it is."""
     if isinstance(numbers, (int, list, tuple)) or hasattr(numbers, "__dlpack__"):
         return numbers
     return list(numbers) if isinstance(numbers, Iterable) else numbers
-
-
-def _int(name: str, number: object) -> int:
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"KVCache: {name} must be an int; got {type(number).__name__}") from None
 
 
 def _num_pages(
@@ -224,13 +235,13 @@ def _num_pages(
             + (" and ".join(names) or "none")
         )
     if num_pages is not None:
-        return _int("num_pages", num_pages)
+        return int_argument("KVCache", "num_pages", num_pages)
     if memory_fraction is not None:
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"KVCache: memory_fraction ({memory_fraction}) must be above 0 and at most 1")
         memory = int(memory_fraction * free_bytes())
     assert memory is not None
-    fitting = pages_within(_int("memory", memory), page_bytes, most)
+    fitting = pages_within(int_argument("KVCache", "memory", memory), page_bytes, most)
     if fitting < 1:
         raise ValueError(
             f"KVCache: memory ({memory} bytes) must hold a page of every layer, {sum(page_bytes)} bytes"

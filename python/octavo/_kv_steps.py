@@ -151,9 +151,26 @@ class HostStep:
         # or right after it, and undo() has nothing else to tell by.
         self._first[0] = -1
         self._is_marked = True
-        num_copies = allocator.step(seqs, num_new_tokens, self._arrays, tokens)
+        try:
+            num_copies = allocator.step(seqs, num_new_tokens, self._arrays, tokens)
+        except ValueError as error:
+            if str(error).startswith("step: page_table's max_pages"):  # which KVCache has from max_length
+                self._refuse_lengths(allocator, seqs, num_new_tokens)
+            raise
         assert isinstance(num_copies, tuple)  # since page_table was given as a list
         return StepCounts(batch, total, longest, rows, num_rows_of_tokens, num_copies)
+
+    def _refuse_lengths(self, allocator: PageAllocator, seqs: Sequence[int], num_new_tokens: Any) -> None:
+        """Say which sequence is too long, once the allocator has found that one is."""
+        most = self._layout.max_pages * allocator.page_size
+        counts = np.broadcast_to(np.asarray(num_new_tokens), len(seqs))
+        for seq, count in zip(seqs, counts.tolist(), strict=True):
+            length = allocator.length(seq) + count
+            if length > most:
+                raise ValueError(
+                    f"step: sequence {seq} would have {length} tokens; max_length of the KVCache, in whole "
+                    f"pages, is {most}"
+                ) from None
 
     def undo(self, allocator: PageAllocator, seqs: Sequence[int]) -> list[NDArray[np.int32]] | None:
         """Take the new tokens back, wherever ``write`` or what followed it has raised.
@@ -227,10 +244,15 @@ class DeviceStep:
 
 
 def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
-    """As far as they are numbers at all, which the allocator sees to."""
+    """0 and 0 where they are no integers, which the allocator refuses."""
     if isinstance(num_new_tokens, int):
         return num_new_tokens * batch, num_new_tokens if batch else 0
-    counts = np.asarray(num_new_tokens)
+    try:
+        counts = np.asarray(num_new_tokens)
+        if counts.dtype.kind not in "iu":
+            counts = np.array([operator.index(count) for count in num_new_tokens], object)
+    except (TypeError, ValueError):
+        return 0, 0
     return int(counts.sum()), int(counts.max(initial=0))
 
 

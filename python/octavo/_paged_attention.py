@@ -60,7 +60,9 @@ def paged_attention(
 
     Entries of the page table past a sequence's last page, and slots past its length, are never used, whatever
     they hold. On the CPU a page out of range is an error; on a GPU ``check_page_table`` finds it when asked.
-    Nothing is read back from a GPU: a captured CUDA graph follows the lengths and pages at its replay.
+    Nothing is read back from a GPU: a captured CUDA graph follows the lengths and pages at its replay. Do not
+    change seq_lens there until the call has finished: thread blocks derive from it which others they wait
+    for, and would hang.
 
     Args:
         q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
@@ -120,7 +122,9 @@ def paged_attention(
         k_channel_offset: what ``append_kv`` has subtracted from the keys before they became codes: float32
             [num_kv_heads, head_dim]. Not with softcap. Default: none.
         k_channel_scale: what ``append_kv`` has divided them by, of the same dtype and shape. Queries are
-            multiplied by it. Default: none.
+            multiplied by it. Those of float16 must be at most 65504 in magnitude once they are multiplied
+            and rotated: a larger number becomes infinite, and the results of its query NaN. Take bfloat16
+            queries or smaller scales then. Default: none.
         rotate_keys: whether ``append_kv`` has rotated them. Queries are rotated as well. Default: False.
         sinks: float32 [num_q_heads]: attention sinks, as for ``attention``. Default: none.
         softmax_phi: a number that softmax weights are relative to in place of their row's maximum, where that
@@ -314,7 +318,7 @@ def append_kv(
         k_channel_offset: for codes: float32 [num_kv_heads, head_dim], such as the mean of some keys. It is
             subtracted from k after the rotation by positions, which shifts all scores of a query alike, so
             that softmax stays the same. ``paged_attention`` needs the same array. Default: none.
-        k_channel_scale: for codes: what k is divided by next, of the same dtype and shape, greater than 0,
+        k_channel_scale: for codes: what k is divided by next, of the same dtype and shape, at least 2^-126,
             such as the largest deviations from the mean. Default: none.
         rotate_keys: for codes: last, rotate k by a Hadamard matrix over head_dim divided by the square root
             of its size, so that a channel with large numbers is spread over all. The matrix has blocks of the

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # NumPy itself is imported by the first call
 _OPERATOR = "calibrate_softmax_phi"
 _LEAST_WIDTH = 1e-3  # of a row's interval, so that that of a single key has one
 _ROUNDING = 1e-9  # of shares of rows
+_LARGEST = 2.0**32  # of log-sum-exps: those beyond lie further apart in float64 than some intervals are wide
 
 
 def _share_below(
@@ -86,8 +87,8 @@ def calibrate_softmax_phi(
             keep their own maximum. Where it is large, as it is for OPT-6.7B in that paper, phi gains nothing.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown dtype, a log-sum-exp that is NaN or inf, a row with
-            a log-sum-exp but no key.
+        ValueError: shapes that do not fit, an unknown dtype, a log-sum-exp that is NaN, inf, or finite
+            and beyond 2^32 in magnitude, a row with a log-sum-exp but no key.
         TypeError: lse is not of numbers, or seq_lens not of integers.
     """
     import numpy as np
@@ -109,6 +110,11 @@ def calibrate_softmax_phi(
     values, lengths = values.reshape(-1, values.shape[-1]), lengths.reshape(-1)
     if np.isnan(values).any() or np.isposinf(values).any():
         raise ValueError(f"{_OPERATOR}: lse must be finite or -inf; got {values[~(values < np.inf)][0]}")
+    too_large = np.isfinite(values) & (np.abs(values) > _LARGEST)
+    if too_large.any():
+        raise ValueError(
+            f"{_OPERATOR}: lse must be at most 2^32 in magnitude, or -inf; got {values[too_large][0]}"
+        )
     too_short = lengths[np.isfinite(values).any(axis=1) & (lengths < 1)]
     if too_short.size:
         raise ValueError(f"{_OPERATOR}: seq_lens must be at least 1 where lse is finite; got {too_short[0]}")

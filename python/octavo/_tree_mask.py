@@ -30,12 +30,19 @@ def _namespace(call: str, array: Any) -> tuple[str, Any]:
     return library, np
 
 
-def _as_array(array: Any) -> Any:
-    if hasattr(array, "__dlpack__"):
-        return array
+def _as_array(call: str, name: str, given: Any, kind: str) -> Any:
+    """An array as it is, and a list as an array of NumPy: an empty one of bool or int, as ``kind`` says."""
+    if hasattr(given, "__dlpack__"):
+        return given
     import numpy as np
 
-    return np.asarray(array)
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise ValueError(
+            f"{call}: {name} must be an array or a list of {kind}s, rows of one length: {error}"
+        ) from None
+    return array.astype(kind) if array.size == 0 else array
 
 
 def _arange(library: str, xp: Any, length: int, like: Any, dtype: Any = None) -> Any:
@@ -76,10 +83,10 @@ def pack_tree_mask(mask: Any) -> Any:
             [rows, 2], lower halves first, since it has 64 bits only where asked to.
 
     Raises:
-        ValueError: more than 64 columns, or no axis at all.
+        ValueError: more than 64 columns, no axis at all, or lists of several lengths.
         TypeError: not bool, or of another library.
     """
-    mask = _as_array(mask)
+    mask = _as_array("pack_tree_mask", "mask", mask, "bool")
     library, xp = _namespace("pack_tree_mask", mask)
     if "bool" not in str(mask.dtype):
         raise TypeError(f"pack_tree_mask: mask must be of bool; got {mask.dtype}")
@@ -132,11 +139,11 @@ def tree_mask(parents: Any) -> Any:
         words: of the same library and device, one for each token, as ``pack_tree_mask`` returns them.
 
     Raises:
-        ValueError: more than 64 tokens, no axis, or, where the values are in host memory of NumPy or PyTorch,
-            a parent that is not before its child.
+        ValueError: more than 64 tokens, no axis, lists of several lengths, or, where the values are in host
+            memory of NumPy or PyTorch, a parent that is not before its child.
         TypeError: not of integers, or of another library.
     """
-    parents = _as_array(parents)
+    parents = _as_array("tree_mask", "parents", parents, "int")
     library, xp = _namespace("tree_mask", parents)
     if "int" not in str(parents.dtype):
         raise TypeError(f"tree_mask: parents must be of integers; got {parents.dtype}")

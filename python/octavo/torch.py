@@ -1,7 +1,8 @@
 """Octavo's operators as PyTorch's own, for torch.compile, torch.export and CUDA graphs.
 
 The functions of ``octavo`` take tensors as they are, at less cost a call, but a compiler cannot look past
-them. The functions here have the same names, arguments and results, and go through PyTorch's dispatcher, as
+them. The functions here have the same names, arguments and results, but take tensors alone, no lists or NumPy
+arrays, and neither ``stream`` nor the ``plan`` of ``linear``. They go through PyTorch's dispatcher, as
 ``torch.ops.octavo``: torch.compile traces through them (``fullgraph=True`` too), knows the shapes of their
 results without running them, and knows what they write to. Work runs on torch's current stream.
 

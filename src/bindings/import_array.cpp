@@ -441,7 +441,7 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
     if (type.framework == Framework::torch && may_be_part(view)) refuse_negative_bit(op_, name, array);
     if (!may_be(view.dtype, accept)) refuse_dtype(op_, name, accept, to_string(view.dtype));
     if (view.dtype == DType::int64 && !writes && view.device.type == DeviceType::cpu)
-        view = with_unit_stride(name, view);
+        view = with_unit_stride(view);
     if (!first_array_.is_valid()) {
         first_array_ = array;
         first_type_ = type;

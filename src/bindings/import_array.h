@@ -103,7 +103,7 @@ class Call {
   private:
     TensorView import(const char* name, nb::handle array, Accept accept, bool writes,
                       bool may_be_on_host = false);
-    TensorView with_unit_stride(const char* name, const TensorView& wide);
+    TensorView with_unit_stride(const TensorView& wide);
     nb::object array_of_list(const char* name, nb::handle list);
     nb::object words_of_bools(const char* name, nb::handle bools);
     [[noreturn]] void refuse_device(const char* name, Device device) const;

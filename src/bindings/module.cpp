@@ -5,12 +5,10 @@
 #include "bindings/bindings.h"
 #include "bindings/scalars.h"
 #include "common/online_softmax.h"
+#include "cpu/thread_pool.h"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-
-#include <algorithm>
-#include <limits>
 
 namespace octavo::bindings {
 
@@ -107,11 +105,12 @@ void bind_info(nb::module_& m) {
         [](nb::handle num_threads) {
             constexpr const char* op = "set_num_threads";
             const int64_t count = int_argument(op, "num_threads", num_threads);
-            using Limits = std::numeric_limits<int>;
-            set_num_threads(static_cast<int>(std::clamp<int64_t>(count, Limits::min(), Limits::max())));
+            cpu::check_num_threads(count);  // of which an int holds a part
+            set_num_threads(static_cast<int>(count));
         },
         nb::arg("num_threads"), nb::sig("def set_num_threads(num_threads: int) -> None"),
-        "Use this many threads, at least 1, in the CPU operators. The default is the environment variable "
+        "Use this many threads, from 1 to 65536, in the CPU operators. The default is the environment "
+        "variable "
         "OCTAVO_NUM_THREADS, else the number of cores that the process may run on.");
     m.def(
         "softmax_phi_window",

@@ -46,16 +46,20 @@ using Given =
     std::array<nb::handle, kNumInputs<Operator> + (kTakesResults<Operator> ? kNumResults<Operator> : 0) +
                                (kTakesPlan<Operator> ? 2 : 1)>;
 
-// Whether an array was given for a number, and goes to the argument that takes its place.
+// Whether there is an argument that takes this number's place, an array: given one, it is taken. Anything
+// else that is no number is refused.
 template <class Operator>
 bool take_in_place(Call& call, const char* number, nb::handle given, typename Operator::Args& args) {
-    if (given.is_none() || PyFloat_Check(given.ptr()) || !is_array(given)) return false;
+    if (given.is_none() || PyFloat_Check(given.ptr())) return false;
     bool taken = false;
     schema::for_each_argument<Operator>([&](const auto& argument) {
         if constexpr (std::decay_t<decltype(argument)>::kIsArray) {
             if (!argument.in_place_of || std::string_view(argument.in_place_of) != number) return;
-            args.*argument.member = call.input(number, given, argument.accept);
-            taken = true;
+            taken = is_array(given);
+            if (taken)
+                args.*argument.member = call.input(number, given, argument.accept);
+            else
+                float_argument(call.op(), number, given, "a float, or an array of float32");
         }
     });
     return taken;
@@ -103,6 +107,9 @@ void take_inputs<schema::CopyPages>(Call& call, const Given<schema::CopyPages>& 
     to("to_k_scales", to_k_scales, Accept::scales, args.to_k_scales);
     to("to_v_scales", to_v_scales, Accept::scales, args.to_v_scales);
     args.copies = call.input("copies", copies, Accept::integer);
+    const bool is_list = PyList_Check(copies.ptr()) || PyTuple_Check(copies.ptr());
+    if (is_list && args.copies.ndim == 1 && args.copies.shape[0] == 0)  // a list of no pairs
+        args.copies = TensorView(args.copies.data, args.copies.dtype, {0, 2}, args.copies.device);
 }
 
 // The arrays that the operator writes its results to: those of the caller, or new ones.

@@ -61,16 +61,17 @@ int64_t int_argument(const char* op, const char* name, nb::handle value) {
     int overflow = 0;
     const long long number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
     if (overflow)
-        throw ValueError(std::string(op) + ": " + name + " must fit in 64 bits; got " + text_of(index));
+        throw ValueError(std::string(op) + ": " + name + " must fit in 64 bits with a sign; got " +
+                         text_of(index));
     return number;
 }
 
-double float_argument(const char* op, const char* name, nb::handle value) {
+double float_argument(const char* op, const char* name, nb::handle value, const char* wanted) {
     if (!PyFloat_Check(value.ptr()) && !PyIndex_Check(value.ptr()) && !nb::hasattr(value, "__float__")) {
-        fail_type(op, name, "a float", value);
+        fail_type(op, name, wanted, value);
     }
     const double number = call_python(PyFloat_AsDouble, value.ptr());
-    if (number == -1.0 && PyErr_Occurred()) fail_conversion(op, name, "a float", value);
+    if (number == -1.0 && PyErr_Occurred()) fail_conversion(op, name, wanted, value);
     return number;
 }
 

@@ -20,7 +20,8 @@ std::string type_name(nb::handle object);  // "list", "numpy.ndarray"
 
 bool bool_argument(const char* op, const char* name, nb::handle value);
 int64_t int_argument(const char* op, const char* name, nb::handle value);
-double float_argument(const char* op, const char* name, nb::handle value);
+// `wanted` is what messages ask for: more than a number where the argument may be something else as well.
+double float_argument(const char* op, const char* name, nb::handle value, const char* wanted = "a float");
 std::string_view str_argument(const char* op, const char* name, nb::handle value);
 
 // What has that name: any DType, of which the checks say whether it may be given, or an Activation.

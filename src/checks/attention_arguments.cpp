@@ -209,7 +209,7 @@ void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& a
     }
 }
 
-// That the ranges of each sequence ascend, and do not overlap.
+// That ranges do not end before they begin, and that those of each sequence ascend, and do not overlap.
 void check_ranges_in_host(const char* op, const BidirectionalRanges& ranges, int32_t batch) {
     for (int32_t b = 0; b < batch; ++b) {
         const IndexArray bounds = ranges.of_sequence(b);
@@ -221,8 +221,12 @@ void check_ranges_in_host(const char* op, const BidirectionalRanges& ranges, int
                                  parts...);
             };
             if (end > INT32_MAX) refuse("must end below 2^31");
-            if (begin >= end) {  // without keys, unless its lower 32 bits say something else
-                if (begin > INT32_MAX || end < INT32_MIN) refuse("must have bounds that fit into int32");
+            if (end < begin)
+                refuse(
+                    "must not end before it begins; a range is its first position, and the one behind its "
+                    "last");
+            if (begin == end) {  // without keys, unless its lower 32 bits say something else
+                if (begin < INT32_MIN) refuse("must have bounds that fit into int32");
                 continue;
             }
             if (begin < 0) refuse("must not begin before 0");

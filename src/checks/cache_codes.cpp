@@ -1,7 +1,6 @@
 #include "checks/cache_codes.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 namespace octavo {
@@ -39,9 +38,7 @@ CacheScales check_static_array(const Checker& check, const char* name, const Ten
     check.data(name, scales, scales.ndim, "[num_kv_heads]");
     if (scales.device.type == DeviceType::cpu) {
         for (int64_t i = 0; i < scales.size(); ++i) {
-            const float value = static_cast<const float*>(scales.data)[i];
-            if (std::isfinite(value) && value > 0.0f) continue;
-            fail<ValueError>(check.op(), name, "[", i, "] must be finite and greater than 0; got ", value);
+            check_static_scale(check.op(), static_cast<const float*>(scales.data)[i], name, "[", i, "]");
         }
     }
     return {scales.data, 0, 0, is_one ? 0 : 1};
@@ -140,8 +137,7 @@ CheckedScales check_scales(const Checker& check, const ScaleArguments& given, DT
                          ": what is stored is the value divided by its scale");
     }
     if (number) {
-        if (!std::isfinite(*number) || *number <= 0.0f)
-            fail<ValueError>(op, name, " must be finite and greater than 0; got ", *number);
+        check_static_scale(op, *number, name);
         scales.number = *number;
     }
     if (array) scales.in_memory = check_static_array(check, name, *array, pages.shape[2]);

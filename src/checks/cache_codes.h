@@ -2,10 +2,12 @@
 #pragma once
 
 #include "checks/check.h"
+#include "common/codes.h"
 #include "params/cache_scales.h"
 
 #include <octavo/tensor.h>
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 
@@ -50,6 +52,18 @@ struct CheckedScales {
     CacheScales in_memory;  // static scales, if they were given as an array
     CacheScales of_each_token;
 };
+
+// Checks a number that keys or values are divided by before they become codes; `name...` names it in
+// messages.
+template <class... Name>
+void check_static_scale(const char* op, float scale, const Name&... name) {
+    if (!std::isfinite(scale) || !(scale > 0.0f))
+        fail<ValueError>(op, name..., " must be finite and greater than 0; got ", scale);
+    if (bits_of_float(scale) < kLeastScaleBits) {
+        fail<ValueError>(op, name..., " must be at least 2^-126, as the inverse of a smaller number may be ",
+                         "beyond float32; got ", scale);
+    }
+}
 
 // Checks the scales of a cache of `stored` in pages of this shape; where they are on the CPU, also their
 // values.

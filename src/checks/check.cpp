@@ -210,6 +210,12 @@ void Checker::apart(const char* name, const TensorView& t, const char* other_nam
     }
 }
 
+void Checker::apart(const char* name, const TensorView& t, std::initializer_list<NamedInput> inputs) const {
+    for (const NamedInput& input : inputs) {
+        if (input.view) apart(name, t, input.name, *input.view);
+    }
+}
+
 void Checker::no_shared_elements(const char* name, const TensorView& t, const char* other_name,
                                  const TensorView& other) const {
     if (!share_elements(t, other)) return;

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 
 namespace octavo {
@@ -21,6 +22,16 @@ constexpr int64_t kMaxLength = int64_t{1} << 30;
 constexpr const char* kDtypesInBytes = "float8_e4m3fn, float8_e5m2 or int4";
 
 constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
+
+// An argument that is only read, by its name; null where the call has none.
+struct NamedInput {
+    NamedInput(const char* input_name, const TensorView& array) : name(input_name), view(&array) {}
+    NamedInput(const char* input_name, const std::optional<TensorView>& array)
+        : name(input_name), view(array ? &*array : nullptr) {}
+
+    const char* name;
+    const TensorView* view;
+};
 
 // One operator's checks. `axes` describes a shape as messages show it: "[batch, num_q_heads, head_dim]".
 class Checker {
@@ -57,6 +68,7 @@ class Checker {
     void writable(const char* name, const TensorView& t) const;
     // Checks that the ranges of bytes from the first element to the last do not overlap.
     void apart(const char* name, const TensorView& t, const char* other_name, const TensorView& other) const;
+    void apart(const char* name, const TensorView& t, std::initializer_list<NamedInput> inputs) const;
     // Checks that the arrays share no element, though elements of the one may lie between those of the other:
     // keys and values, or codes and their scales, in one tensor. Both must be writable().
     void no_shared_elements(const char* name, const TensorView& t, const char* other_name,

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <iterator>
-#include <utility>
 
 namespace octavo {
 namespace {
@@ -64,18 +64,26 @@ void set_softmax_phi(const Checker& check, AttentionParams& p, const Args& args)
     }
 }
 
-// Checks that results do not lie where other threads may still read. Only a row's own queries, which its
-// result may replace, have all been read when the result is written.
+// Checks that results do not lie where other threads may still read: in q, in what both operators take
+// besides, or in the `others`. Only a row's own queries, which its result may replace, have all been read
+// when the result is written.
 template <class Args>
-void check_results_apart(const Checker& check, const Args& args, const char* k_name, const TensorView& k,
-                         const char* v_name, const TensorView& v) {
-    check.apart("out", args.out, k_name, k);
-    check.apart("out", args.out, v_name, v);
+void check_results_apart(const Checker& check, const Args& args, std::initializer_list<NamedInput> others) {
+    auto check_one = [&](const char* name, const TensorView& result) {
+        check.apart(name, result, others);
+        check.apart(name, result,
+                    {{"cu_seqlens_q", args.cu_seqlens_q},
+                     {"prefix_lens", args.prefix_lens},
+                     {"bidirectional_ranges", args.bidirectional_ranges},
+                     {"alibi_slopes", args.alibi_slopes},
+                     {"sinks", args.sinks},
+                     {"softmax_phi", args.softmax_phi_array}});
+    };
+    check_one("out", args.out);
     if (!same_elements(args.out, args.q)) check.apart("out", args.out, "q", args.q);
     if (!args.lse) return;
     check.apart("lse", *args.lse, "q", args.q);
-    check.apart("lse", *args.lse, k_name, k);
-    check.apart("lse", *args.lse, v_name, v);
+    check_one("lse", *args.lse);
     check.apart("lse", *args.lse, "out", args.out);
 }
 
@@ -205,11 +213,9 @@ AttentionParams check_attention(const AttentionArgs& args) {
     set_masks(check, p, args);
     set_block_mask(check, p, args);
     set_softmax_phi(check, p, args);
-    check_results_apart(check, args, "k", args.k, "v", args.v);
-    if (args.block_mask) {
-        check.apart("out", args.out, "block_mask", *args.block_mask);
-        if (args.lse) check.apart("lse", *args.lse, "block_mask", *args.block_mask);
-    }
+    check_results_apart(
+        check, args,
+        {{"k", args.k}, {"v", args.v}, {"cu_seqlens_k", args.cu_seqlens_k}, {"block_mask", args.block_mask}});
     set_score_and_dropout(p, args);
     require_kernel(p.op, p);
     return p;
@@ -291,22 +297,21 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     set_softmax_phi(check, p, args);
     set_tree_mask(check, p, args);
     p.has_head_numbers = p.alibi_slopes || p.softmax_phi_of_heads || p.has_tree_mask;
-    check_results_apart(check, args, "k_pages", args.k_pages, "v_pages", args.v_pages);
-    for (const ScaleArguments* given : {&k_given, &v_given}) {
-        for (const auto& [name, array] :
-             {std::pair(given->name, &given->array), std::pair(given->per_token_name, &given->per_token)}) {
-            if (!*array) continue;
-            check.apart("out", args.out, name, **array);
-            if (args.lse) check.apart("lse", *args.lse, name, **array);
-        }
-    }
     const KeyTransformArguments transform = KeyTransformArguments::of(args);
     p.key_transform = check_key_transform(check, transform, stored.k, p.num_kv_heads, p.head_dim);
-    for (const auto& [name, array] : transform.arrays()) {
-        if (!*array) continue;
-        check.apart("out", args.out, name, **array);
-        if (args.lse) check.apart("lse", *args.lse, name, **array);
-    }
+    check_results_apart(check, args,
+                        {{"k_pages", args.k_pages},
+                         {"v_pages", args.v_pages},
+                         {"page_table", args.page_table},
+                         {"seq_lens", args.seq_lens},
+                         {"k_scale", args.k_scale_array},
+                         {"v_scale", args.v_scale_array},
+                         {"k_scales", args.k_scales},
+                         {"v_scales", args.v_scales},
+                         {"k_channel_offset", args.k_channel_offset},
+                         {"k_channel_scale", args.k_channel_scale},
+                         {"tree_mask", args.tree_mask},
+                         {"chosen_pages", args.chosen_pages}});
     if (transform.offset && args.softcap > 0.0) {
         fail<ValueError>(p.op, "k_channel_offset cannot go with softcap (", args.softcap,
                          "), under which scores that are all shifted alike have other weights");

@@ -89,16 +89,22 @@ void set_results(const Checker& check, LatentAttentionParams& p, const LatentAtt
                 args.cu_seqlens_q ? "[total_q, num_q_heads, v_dim]" : "[batch, num_q_heads, v_dim]",
                 {p.total_q, p.num_q_heads, p.v_dim});
     check.output("out", args.out, 3, "[total_q, num_q_heads, v_dim]");
-    check.apart("out", args.out, "q", args.q);
-    check.apart("out", args.out, "kv_pages", args.kv_pages);
+    auto check_apart = [&](const char* name, const TensorView& result) {
+        check.apart(name, result,
+                    {{"q", args.q},
+                     {"kv_pages", args.kv_pages},
+                     {"page_table", args.page_table},
+                     {"seq_lens", args.seq_lens},
+                     {"cu_seqlens_q", args.cu_seqlens_q}});
+    };
+    check_apart("out", args.out);
     p.out = args.out.data;
     p.out_token_stride = stride_of(args.out, 0);
     p.out_head_stride = stride_of(args.out, 1);
     if (!args.lse) return;
     check.lse("lse", *args.lse, "q", args.q);
     check.writable("lse", *args.lse);
-    check.apart("lse", *args.lse, "q", args.q);
-    check.apart("lse", *args.lse, "kv_pages", args.kv_pages);
+    check_apart("lse", *args.lse);
     check.apart("lse", *args.lse, "out", args.out);
     p.lse = static_cast<float*>(args.lse->data);
     p.lse_token_stride = stride_of(*args.lse, 0);

@@ -67,10 +67,11 @@ void check_norm(const Checker& check, const LinearArgs& args, LinearParams& p) {
     if (!std::isfinite(p.norm_eps) || p.norm_eps < 0.0f)
         fail<ValueError>(check.op(), "norm_eps must be finite and at least 0; got ", args.norm_eps);
     check.apart("out", args.out, "norm_weight", weight);
-    if (p.num_axes > kMaxNormAxes) {
+    const int32_t num_axes = NormAxes::of(p).count;
+    if (num_axes > kMaxNormAxes) {
         fail<ValueError>(check.op(), "x must have at most ", kMaxNormAxes,
                          " leading axes that do not lie behind one another where norm_weight is given; got ",
-                         p.num_axes, " of them in ", args.x.shape_string());
+                         num_axes, " of them in ", args.x.shape_string());
     }
 }
 

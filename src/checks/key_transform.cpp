@@ -1,5 +1,7 @@
 #include "checks/key_transform.h"
 
+#include "checks/cache_codes.h"
+
 #include <cmath>
 #include <string>
 
@@ -11,9 +13,11 @@ void check_values(const char* op, const char* name, const TensorView& array, boo
     for (int64_t head = 0; head < array.shape[0]; ++head) {
         for (int64_t dim = 0; dim < array.shape[1]; ++dim) {
             const float value = values[head * stride_of(array, 0) + dim];
-            if (std::isfinite(value) && (!is_divisor || value > 0.0f)) continue;
-            fail<ValueError>(op, name, "[", head, ", ", dim, "] must be finite",
-                             is_divisor ? " and greater than 0" : "", "; got ", value);
+            if (is_divisor) {
+                check_static_scale(op, value, name, "[", head, ", ", dim, "]");
+            } else if (!std::isfinite(value)) {
+                fail<ValueError>(op, name, "[", head, ", ", dim, "] must be finite; got ", value);
+            }
         }
     }
 }

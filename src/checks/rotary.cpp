@@ -66,8 +66,8 @@ void check_rotary(const Checker& check, const AppendKvArgs& args, AppendKvParams
         fail<ValueError>(op, "rotary_cos and rotary_sin must be given together; got only ",
                          args.rotary_cos ? "rotary_cos" : "rotary_sin");
     }
-    if (args.q.has_value() != args.q_out.has_value())
-        fail<ValueError>(op, "q and q_out must be given together; got only ", args.q ? "q" : "q_out");
+    if (args.q_out && !args.q) fail<ValueError>(op, "q_out needs q, whose rotated copy it gets; got none");
+    if (args.q && !args.q_out) fail<ValueError>(op, "q and q_out must be given together; got only q");
     if (!args.rotary_cos) {
         if (args.q) fail<ValueError>(op, "q needs rotary_cos and rotary_sin, which rotate it; got none");
         if (args.rotary_interleaved)

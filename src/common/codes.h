@@ -30,6 +30,7 @@ OCTAVO_HD float rounded_integer(float x) {
 }
 
 constexpr uint32_t kInfinityBits = 0x7f800000u, kNanBits = 0x7fc00000u;  // of float32
+constexpr uint32_t kLeastScaleBits = 1u << 23;  // 2^-126: the inverse of a smaller scale may overflow
 
 // The scale between numbers and codes, for the row of one token and KV head, or for a whole array.
 struct CodeScale {
@@ -74,10 +75,9 @@ OCTAVO_HD uint32_t size_bits(float x) { return bits_of_float(x) & 0x7fffffffu; }
 // The scale of a row of int8 or float8, from the largest of its size_bits(). `largest` is the largest number
 // that has a code.
 OCTAVO_HD CodeScale code_scale_of_row(uint32_t absmax_bits, float largest) {
-    constexpr uint32_t kSmallestNormal = 1u << 23;  // the inverse of a smaller number may overflow
     if (absmax_bits >= kInfinityBits) return CodeScale::spoilt();
     const float scale = rounded_quotient(float_of_bits(absmax_bits), largest);
-    if (bits_of_float(scale) < kSmallestNormal) return {1.0f, 0.0f, 0.0f};
+    if (bits_of_float(scale) < kLeastScaleBits) return {1.0f, 0.0f, 0.0f};
     return CodeScale::of(scale);
 }
 

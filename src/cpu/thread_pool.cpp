@@ -65,13 +65,15 @@ bool spin_until(const Condition& holds) {
     return false;
 }
 
+constexpr int kMostThreads = 65536;
+
 int default_num_threads() {
     if (const char* text = std::getenv("OCTAVO_NUM_THREADS"); text && *text) {
         char* end = nullptr;
         long n = std::strtol(text, &end, 10);
-        if (*end || n < 1 || n > 65536) {
-            throw ValueError(std::string("OCTAVO_NUM_THREADS (") + text +
-                             ") must be an integer from 1 to 65536");
+        if (*end || n < 1 || n > kMostThreads) {
+            throw ValueError(std::string("OCTAVO_NUM_THREADS (") + text + ") must be an integer from 1 to " +
+                             std::to_string(kMostThreads));
         }
         return static_cast<int>(n);
     }
@@ -246,13 +248,16 @@ void parallel_for(int64_t count, const std::function<void(int64_t)>& body) {
     if (job.error) std::rethrow_exception(job.error);
 }
 
+void check_num_threads(int64_t num_threads) {
+    if (num_threads >= 1 && num_threads <= kMostThreads) return;
+    throw ValueError("set_num_threads: num_threads (" + std::to_string(num_threads) + ") must be from 1 to " +
+                     std::to_string(kMostThreads));
+}
+
 }  // namespace cpu
 
 void set_num_threads(int num_threads) {
-    if (num_threads < 1) {
-        throw ValueError("set_num_threads: num_threads (" + std::to_string(num_threads) +
-                         ") must be at least 1");
-    }
+    cpu::check_num_threads(num_threads);
     cpu::g_num_threads = num_threads;
     cpu::pool().shrink();
 }

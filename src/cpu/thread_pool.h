@@ -20,4 +20,7 @@ void parallel_for_ranges(int64_t count, int64_t grain, const Body& body) {
     });
 }
 
+// Refuses, in the name of set_num_threads(), a number of threads that cannot be set.
+void check_num_threads(int64_t num_threads);
+
 }  // namespace octavo::cpu

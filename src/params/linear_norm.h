@@ -16,6 +16,26 @@ struct NormalisedRows {
     int64_t row_stride;
 };
 
+// The leading axes of x, joined wherever x itself has no gaps between them. Those of LinearParams may be
+// more, since out and residual have them, too.
+struct NormAxes {
+    int32_t count;
+    int64_t lengths[TensorView::kMaxDims - 1], strides[TensorView::kMaxDims - 1];
+
+    static NormAxes of(const LinearParams& p) {
+        NormAxes axes{};
+        for (int axis = 0; axis < p.num_axes; ++axis) {
+            const int64_t length = p.axes[axis], stride = p.x_rows.strides[axis];
+            const bool continues = axes.count > 0 && axes.strides[axes.count - 1] == length * stride;
+            if (!continues) axes.lengths[axes.count++] = 1;
+            axes.lengths[axes.count - 1] *= length;
+            axes.strides[axes.count - 1] = stride;
+        }
+        return axes;
+    }
+};
+
+// For at most kMaxNormAxes of NormAxes.
 inline RmsNormParams norm_of(const LinearParams& p, const NormalisedRows& to) {
     RmsNormParams norm{};
     norm.dtype = p.dtype;
@@ -26,10 +46,11 @@ inline RmsNormParams norm_of(const LinearParams& p, const NormalisedRows& to) {
     norm.x = p.x;
     norm.weight = p.norm_weight;
     norm.out = to.data;
+    const NormAxes axes = NormAxes::of(p);
     int64_t stride = to.row_stride;
-    for (int i = kMaxNormAxes - 1, axis = p.num_axes - 1; i >= 0; --i, --axis) {
-        norm.shape[i] = axis >= 0 ? p.axes[axis] : 1;
-        norm.x_strides[i] = axis >= 0 ? p.x_rows.strides[axis] : 0;
+    for (int i = kMaxNormAxes - 1, axis = axes.count - 1; i >= 0; --i, --axis) {
+        norm.shape[i] = axis >= 0 ? axes.lengths[axis] : 1;
+        norm.x_strides[i] = axis >= 0 ? axes.strides[axis] : 0;
         norm.out_strides[i] = stride;
         stride *= norm.shape[i];
     }

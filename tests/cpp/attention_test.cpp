@@ -120,6 +120,27 @@ TEST(Attention, AWindowOfTheGreatestLengthIsUnbounded) {
     }
 }
 
+TEST(Attention, ResultsLieApartFromWhatIsRead) {
+    Floats q(8), k(8), v(8), out(8), lse(4), sinks(4);
+    AttentionArgs args;
+    args.q = view(q, {1, 1, 1, 8});
+    args.k = view(k, {1, 1, 1, 8});
+    args.v = view(v, {1, 1, 1, 8});
+    args.out = view(out, {1, 1, 1, 8});
+    args.lse = view(lse, {1, 1, 1});
+    args.sinks = view(sinks, {1});
+    attention(args);
+    args.lse = args.sinks;
+    args.lse->ndim = 3;
+    args.lse->shape = {1, 1, 1};
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: lse must not overlap sinks in memory");
+    args.lse = view(lse, {1, 1, 1});
+    args.sinks = TensorView(out.data() + 7, DType::float32, {1});
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: out must not overlap sinks in memory");
+}
+
 // Scores of 0, so that a query's result says which keys it sees: each has a value of its own.
 TEST(Attention, BidirectionalRanges) {
     constexpr int64_t kSeqlenQ = 4, kSeqlenK = 6, kDim = 8;  // queries sit at positions 2 to 5
@@ -148,6 +169,11 @@ TEST(Attention, BidirectionalRanges) {
     expect_seen({{1, 4}, {1, 4}, {4, 5}, {5, 6}});
     args.ranges_keep_window_left = true;
     expect_seen({{2, 4}, {3, 4}, {4, 5}, {5, 6}});
+    ranges[3] = 0;
+    EXPECT_EQ(
+        message_of<ValueError>([&] { attention(args); }),
+        "attention: bidirectional_ranges[0, 1], [1, 0), must not end before it begins; a range is its first "
+        "position, and the one behind its last");
     args.bidirectional_ranges.reset();
     EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
               "attention: ranges_keep_window_left needs bidirectional_ranges; got none");

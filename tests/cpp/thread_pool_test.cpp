@@ -85,6 +85,7 @@ TEST_F(ThreadPool, number_of_threads_may_change) {
         for (int round = 0; round < 50; ++round) ASSERT_EQ(count_calls(24), Counts(24, 1)) << num_threads;
     }
     EXPECT_THROW(set_num_threads(0), ValueError);
+    EXPECT_THROW(set_num_threads(65537), ValueError);
     EXPECT_EQ(get_num_threads(), 4);
 }
 

@@ -27,7 +27,7 @@ DENSE = [
     Case("ranges_past_the_end", (131,), (131,), ranges=(((5, 9), (100, 1000)),)),
     Case("ranges_before_the_queries", (40,), (257,), ranges=(IMAGES,), num_kv_heads=2),
     Case("ranges_of_one_key", (70,), (70,), ranges=(((0, 1), (1, 2), (69, 70)),)),
-    Case("ranges_of_no_key", (70, 70), (90, 90), ranges=(((5, 5), (9, 30), (7, 3)), ()), num_kv_heads=2),
+    Case("ranges_of_no_key", (70, 70), (90, 90), ranges=(((5, 5), (9, 30), (7, 7)), ()), num_kv_heads=2),
     Case("ranges_no_range_at_all", (70,), (70,), ranges=((),)),
     Case("ranges_queries_outnumber", (211,), (97,), ranges=(((3, 60), (90, 97)),), num_kv_heads=2),
     Case("ranges_one_query", (1, 1), (197, 197), ranges=(((100, 197),), ((0, 300),)), window_left=20),
@@ -313,12 +313,18 @@ PAGED = Q[:, 0], K, K, np.array([[0], [1]], np.int32), np.array([30, 30], np.int
         (
             np.array([[[2**32, 5]], [[0, 0]]], np.int64),
             ValueError,
-            r"_ranges\[0, 0\], \[4294967296, 5\), must have bounds that fit into int32",
+            r"_ranges\[0, 0\], \[4294967296, 5\), must not end before it begins",
         ),
         (
-            np.array([[[0, 0]], [[1, 5 - 2**32]]], np.int64),
+            np.array([[[0, 0]], [[5 - 2**32, 5 - 2**32]]], np.int64),
             ValueError,
-            r"_ranges\[1, 0\], \[1, -4294967291\), must have bounds that fit into int32",
+            r"_ranges\[1, 0\], \[-4294967291, -4294967291\), must have bounds that fit into int32",
+        ),
+        (  # its beginning and its length
+            np.array([[[0, 5]], [[12, 6]]], np.int32),
+            ValueError,
+            r"_ranges\[1, 0\], \[12, 6\), must not end before it begins; a range is its first position, and "
+            "the one behind its last$",
         ),
     ],
     ids=str,

@@ -285,6 +285,14 @@ def test_copy_many_pages(target: Target) -> None:
     cache.check(k, v)
 
 
+def test_a_list_of_no_copies() -> None:
+    pages = np.ones((3, 4, 2, 8), np.float32)
+    for copies in ([], ()):
+        octavo.copy_pages(pages, pages.copy(), copies)
+        octavo.copy_pages(pages, pages, copies, to_k_pages=pages.copy(), to_v_pages=pages.copy())
+    np.testing.assert_array_equal(pages, 1)
+
+
 @writable_target
 def test_copies_may_be_columns_of_a_wider_array(target: Target) -> None:
     cache = MutableCache.make(target, Case("copy_columns", (), (), num_kv_heads=2), 10, "contiguous")

@@ -127,6 +127,12 @@ def test_shapes_and_dtypes() -> None:
         ),
         (np.array([[np.nan]]), 5, "float16", "lse must be finite or -inf; got nan"),
         (np.array([[np.inf]]), 5, "float16", "lse must be finite or -inf; got inf"),
+        (
+            np.array([[0.0], [-1e14]]),
+            5,
+            "float16",
+            "lse must be at most 2^32 in magnitude, or -inf; got -100000000000000.0",
+        ),
         (np.zeros((2, 1)), [3, 0], "float16", "seq_lens must be at least 1 where lse is finite; got 0"),
     ],
 )

@@ -167,7 +167,14 @@ def test_on_a_gpu(kind: str, library: str) -> None:
     [
         ({"num_pages": -1}, ValueError, "num_pages (-1) must be at least 0"),
         ({"page_size": 0}, ValueError, "page_size (0) must be at least 1"),
-        ({"head_dim": 2.5}, TypeError, "'float' object cannot be interpreted as an integer"),
+        ({"head_dim": 2.5}, TypeError, "empty_cache: head_dim must be an int; got float"),
+        ({"num_pages": "4"}, TypeError, "empty_cache: num_pages must be an int; got str"),
+        ({"rotate_keys": 1}, TypeError, "empty_cache: rotate_keys must be a bool; got int"),
+        (
+            {"dtype": "float32", "rotate_keys": np.True_},
+            ValueError,
+            "empty_cache: rotate_keys belongs to codes of 8 or 4 bits; dtype is float32",
+        ),
         (
             {"dtype": "int2"},
             ValueError,
@@ -199,3 +206,8 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
     }
     with pytest.raises(error, match=re.escape(message)):
         octavo.empty_cache(**arguments)
+
+
+def test_a_bool_may_be_of_numpy() -> None:
+    assert octavo.empty_cache(5, 16, 2, 64, "float32", rotate_keys=np.False_).rotate_keys is False
+    assert octavo.empty_cache(5, 16, 2, 64, "int8", rotate_keys=np.True_).rotate_keys is True

@@ -145,11 +145,11 @@ CASES = [
     case(*A, TypeError, "return_lse must be a bool; got NoneType", return_lse=None),
     case(*A, TypeError, "window_left must be an int; got float", window_left=1.5),
     case(*A, TypeError, "window_right must be an int; got NoneType", window_right=None),
-    case(*A, ValueError, f"window_left must fit in 64 bits; got {2**64}", window_left=2**64),
+    case(*A, ValueError, f"window_left must fit in 64 bits with a sign; got {2**64}", window_left=2**64),
     case(
         *A,
         ValueError,
-        f"window_left must fit in 64 bits; got {-(1 << 20_000):#x}",
+        f"window_left must fit in 64 bits with a sign; got {-(1 << 20_000):#x}",
         window_left=-(1 << 20_000),
     ),
     case(*A, TypeError, "window_left must be an int; got numpy.ndarray", window_left=np.ones(2, int)),
@@ -159,8 +159,8 @@ CASES = [
     case(*A, TypeError, "softmax_scale must be a float; got list", softmax_scale=[1.0]),
     case(*PACKED, TypeError, "max_seqlen_q must be an int; got str", max_seqlen_q="3"),
     case(*P, TypeError, "num_splits must be an int; got float", num_splits=2.0),
-    case(*P, TypeError, "k_scale must be a float; got str", k_scale="1"),
-    case(*K, TypeError, "v_scale must be a float; got list", v_scale=[1.0]),
+    case(*P, TypeError, "k_scale must be a float, or an array of float32; got str", k_scale="1"),
+    case(*K, TypeError, "v_scale must be a float, or an array of float32; got list", v_scale=[1.0]),
     case(*T, TypeError, "num_pages must be an int; got str", num_pages="3"),
     case(
         *A,
@@ -322,9 +322,9 @@ def test_every_other_numpy_dtype_is_refused(dtype: Any) -> None:
 
 def test_set_num_threads() -> None:
     before = octavo.get_num_threads()
-    for wrong in (0, -5):
+    for wrong in (0, -5, 65537, 2**40):
         with pytest.raises(
-            ValueError, match=rf"^set_num_threads: num_threads \({wrong}\) must be at least 1$"
+            ValueError, match=rf"^set_num_threads: num_threads \({wrong}\) must be from 1 to 65536$"
         ):
             octavo.set_num_threads(wrong)
     with pytest.raises(TypeError, match=r"^set_num_threads: num_threads must be an int; got float$"):

@@ -245,7 +245,7 @@ CASES = [
     case(*A, ValueError, "dropout_p (0.5) needs a dropout_seed; got none", dropout_p=0.5),
     case(*A, ValueError, "dropout_seed must be at least 0; got -1", dropout_seed=-1),
     case(*A, ValueError, "dropout_offset must be at least 0; got -8", dropout_offset=-8),
-    case(*A, ValueError, f"dropout_seed must fit in 64 bits; got {2**63}", dropout_seed=2**63),
+    case(*A, ValueError, f"dropout_seed must fit in 64 bits with a sign; got {2**63}", dropout_seed=2**63),
     case(*A, TypeError, "dropout_p must be a float; got str", dropout_p="0.1"),
     case(*A, TypeError, "dropout_seed must be an int; got float", dropout_seed=1.0),
     case(*A, TypeError, "dropout_offset must be an int; got NoneType", dropout_offset=None),
@@ -269,7 +269,7 @@ CASES = [
     case(*A, ValueError, "num_q_heads of softmax_phi (2) must equal that of q (4)", softmax_phi=f32(2)),
     case(*A, ValueError, "softmax_phi must have shape [num_q_heads]; got [1, 4]", softmax_phi=f32(1, 4)),
     case(*A, TypeError, "softmax_phi must be float32; got float16", softmax_phi=np.ones(4, np.float16)),
-    case(*A, TypeError, "softmax_phi must be a float; got str", softmax_phi="high"),
+    case(*A, TypeError, "softmax_phi must be a float, or an array of float32; got str", softmax_phi="high"),
     case(
         *A,
         ValueError,

@@ -119,6 +119,8 @@ CASES = [
     case(*C, ValueError, f"v_pages must have shape {PAGES}; got [12, 2, 8]", v_pages=f32(12, 2, 8)),
     case(*C, ValueError, "k_pages must be writable; it is read-only", k_pages=read_only(f32(3, 4, 2, 8))),
     case(*C, ValueError, "copies must have shape [num_copies, 2]; got [2]", copies=i32([0, 1])),
+    case(*C, ValueError, "copies must have shape [num_copies, 2]; got [0]", copies=i32([])),
+    case(*C, ValueError, "copies must have shape [num_copies, 2]; got [1, 0]", copies=[[]]),
     case(*C, ValueError, "copies must have shape [num_copies, 2]; got [1, 3]", copies=i32([[0, 1, 2]])),
     case(
         *C,

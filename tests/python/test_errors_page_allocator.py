@@ -51,7 +51,9 @@ def test_handles_that_are_not_live(alloc, name):
         with pytest.raises(octavo.InvalidSequence, match=message):
             call(alloc, bad)
     for bad in (2**63, 2**64 - 1, -(2**70)):
-        with pytest.raises(octavo.InvalidSequence, match=f"^{name}: seq must fit in 64 bits; got {bad}$"):
+        with pytest.raises(
+            octavo.InvalidSequence, match=f"^{name}: seq must fit in 64 bits with a sign; got {bad}$"
+        ):
             call(alloc, bad)
     for bad in (None, "1", 1.0, [live]):
         message = f"^{name}: seq must be an int; got {type(bad).__name__}$"
@@ -74,7 +76,7 @@ def test_handles_that_are_not_live(alloc, name):
         (
             lambda a, s: a.extend(s, 2**64),
             ValueError,
-            "extend: n must fit in 64 bits; got 18446744073709551616",
+            "extend: n must fit in 64 bits with a sign; got 18446744073709551616",
         ),
         (lambda a, s: a.extend(s, 1.0), TypeError, "extend: n must be an int; got float"),
         (lambda a, s: a.extend(s, None), TypeError, "extend: n must be an int; got NoneType"),

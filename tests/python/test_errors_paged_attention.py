@@ -167,7 +167,7 @@ CASES = [
     case(*P, ValueError, "num_q_heads of softmax_phi (2) must equal that of q (4)", softmax_phi=f32(2)),
     case(*P, ValueError, "softmax_phi must have shape [num_q_heads]; got [1, 4]", softmax_phi=f32(1, 4)),
     case(*P, TypeError, "softmax_phi must be float32; got float16", softmax_phi=np.ones(4, np.float16)),
-    case(*P, TypeError, "softmax_phi must be a float; got str", softmax_phi="high"),
+    case(*P, TypeError, "softmax_phi must be a float, or an array of float32; got str", softmax_phi="high"),
     case(
         *P,
         ValueError,

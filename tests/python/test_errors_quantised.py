@@ -189,6 +189,20 @@ BOTH = (
     ),
     (
         int8,
+        {"k_scales": None, "k_scale": 1e-39},
+        ValueError,
+        "k_scale must be at least 2^-126, as the inverse of a smaller number may be beyond float32; "
+        "got 1e-39",
+    ),
+    (
+        int8,
+        {"v_scales": None, "v_scale": np.array([1, 1, 2**-127, 1, 1, 1, 1, 1], np.float32)},
+        ValueError,
+        "v_scale[2] must be at least 2^-126, as the inverse of a smaller number may be beyond float32; "
+        "got 5.87747e-39",
+    ),
+    (
+        int8,
         {"v_scales": None, "v_scale": np.array([1, 1, 1, 0, 1, 1, 1, 1], np.float32)},
         ValueError,
         "v_scale[3] must be finite and greater than 0; got 0",
@@ -217,7 +231,12 @@ BOTH = (
         ValueError,
         "k_scale must have a unit stride along its last axis; got stride 2",
     ),
-    (int8, {"k_scales": None, "k_scale": "0.1"}, TypeError, "k_scale must be a float; got str"),
+    (
+        int8,
+        {"k_scales": None, "k_scale": "0.1"},
+        TypeError,
+        "k_scale must be a float, or an array of float32; got str",
+    ),
     # 16 bits, or 32
     (
         int8,

@@ -100,7 +100,8 @@ def test_what_is_used_is_checked() -> None:
             r"cu_seqlens_q\[2\] must be at most the number of packed rows \(2\)",
         ),
         ({"page_table": [[[0]], [[1]]]}, r"page_table must have shape \[batch, max_pages\]; got \[2, 1, 1\]"),
-        ({"page_table": [[[[0]]]]}, r"page_table must have one axis, two or three; got \[1, 1, 1, 1\]"),
+        ({"page_table": [[[[0]]]]}, r"page_table must have shape \[batch, max_pages\]; got \[1, 1, 1, 1\]"),
+        ({"seq_lens": np.ones((), np.int64)}, r"seq_lens must have shape \[batch\]; got \[\]"),
         ({"page_table": [0, 1]}, r"page_table must have shape \[batch, max_pages\]; got \[2\]"),
     ):
         with pytest.raises(ValueError, match=f"^paged_attention: {message}"):

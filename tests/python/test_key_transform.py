@@ -301,6 +301,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "k_channel_scale[2, 0] must be finite and greater than 0; got 0",
     ),
     (
+        {"k_channel_scale": ARRAY * np.float32(1e-39)},
+        ValueError,
+        "k_channel_scale[0, 0] must be at least 2^-126, as the inverse of a smaller number may be beyond "
+        "float32; got 1e-39",
+    ),
+    (
         {"k_channel_offset": ARRAY * np.float32(np.inf)},
         ValueError,
         "k_channel_offset[0, 0] must be finite; got inf",

@@ -460,6 +460,51 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "KVCache: windows must have an entry for each of the 2 layers; got 1",
     ),
+    "windows of an int": (
+        lambda: kv_cache(windows=127),
+        TypeError,
+        "KVCache: windows must be a sequence of an int or None for each layer, such as a list; got int",
+    ),
+    "a window of text": (
+        lambda: kv_cache(windows=[None, "3"]),
+        TypeError,
+        "KVCache: windows[1] must be an int; got str",
+    ),
+    "new tokens of text": (
+        lambda: of_a_step(num_new_tokens="1"),
+        TypeError,
+        "step: num_new_tokens must be an int; got str",
+    ),
+    "new tokens of floats": (
+        lambda: of_a_step(num_new_tokens=[1.5]),
+        TypeError,
+        "step: num_new_tokens must be an int; got float",
+    ),
+    "a handle to preempt": (
+        lambda: kv_cache(num_host_pages=4).preempt(5),
+        TypeError,
+        "preempt: seqs must be an iterable of handles; got int",
+    ),
+    "a handle to resume": (
+        lambda: kv_cache(num_host_pages=4).resume(5),
+        TypeError,
+        "resume: seqs must be an iterable of handles; got int",
+    ),
+    "a handle that is to fit": (
+        lambda: kv_cache().fits(5),
+        TypeError,
+        "fits: seqs must be an iterable of handles; got int",
+    ),
+    "tokens of text that are to fit": (
+        lambda: kv_cache().fits([], "1"),
+        TypeError,
+        "fits: num_new_tokens must be an int; got str",
+    ),
+    "no sequence that is to fit": (
+        lambda: kv_cache().fits([7]),
+        octavo.InvalidSequence,
+        "fits: sequence 7 is not one of this allocator's",
+    ),
     "window": (
         lambda: kv_cache(windows=[None, -1]),
         ValueError,
@@ -547,8 +592,11 @@ def test_more_rows_than_the_step_has_are_refused(on_cpu: ArrayLibrary) -> None:
 def test_sequences_longer_than_the_tables_are_refused() -> None:
     cache = kv_cache(max_length=16, page_size=4, num_pages=64)
     seq = cache.create()
-    with pytest.raises(ValueError, match=r"^step: page_table.*"):
-        cache.step([seq], 17)
+    message = f"step: sequence {seq} would have 17 tokens; max_length of the KVCache, in whole pages, is 16"
+    for seqs, counts in (([seq], 17), ([cache.create(), seq, cache.create()], [1, 17, 0])):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            cache.step(seqs, counts)
+        assert cache.fits(seqs, counts)  # for which there are pages enough
     assert cache.length(seq) == 0
 
 

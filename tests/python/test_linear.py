@@ -109,6 +109,24 @@ def test_norm_has_the_bits_of_rms_norm(target: Target) -> None:
             np.testing.assert_array_equal(out, expected)
 
 
+@cpu_target
+def test_norm_takes_rows_behind_one_another_beside_others(target: Target) -> None:
+    """However many axes ``residual`` and ``out`` have."""
+    problem = Problem.drawn(target.dtype, (2, 3, 2, 2), 21, 77, has_norm=True)
+    x, w, weight = (problem.numpy(values) for values in (problem.x, problem.w, problem.norm_weight))
+    residual = padded(np.ones((3, 4, 3, 3, 21), x.dtype))[:2, :3, :2, :2]
+    memory = np.zeros((3, 4, 3, 3, 21), x.dtype)
+    expected = octavo.linear(x, w, residual=residual.copy(), norm_weight=weight)
+    np.testing.assert_array_equal(octavo.linear(x, w, residual=residual, norm_weight=weight), expected)
+    out = memory[:2, :3, :2, :2]
+    np.testing.assert_array_equal(
+        octavo.linear(x, w, residual=residual, norm_weight=weight, out=out), expected
+    )
+    gaps = np.zeros((2, 3, 2, 3, 77), x.dtype)[:, :, :, :2]  # two axes of x beside four of residual
+    gaps[...] = x
+    np.testing.assert_array_equal(octavo.linear(gaps, w, residual=residual, norm_weight=weight), expected)
+
+
 def test_who_normalises_on_a_gpu() -> None:
     x, w = np.zeros((4, 64), BFLOAT16), np.zeros((32, 64), BFLOAT16)
     plan = octavo.LinearPlan("sm90_flat", "bfloat16", 16, 8, 1, 1)

@@ -430,6 +430,21 @@ def test_helpers_of_jax() -> None:
             ValueError,
             "at most 64 tokens of a sequence, the bits of a word; got 65",
         ),
+        (
+            lambda: octavo.tree_mask([[-1, 0], [-1]]),
+            ValueError,
+            "^tree_mask: parents must be an array or a list of ints, rows of one length: ",
+        ),
+        (
+            lambda: octavo.pack_tree_mask([[True], [True, False]]),
+            ValueError,
+            "^pack_tree_mask: mask must be an array or a list of bools, rows of one length: ",
+        ),
+        (
+            lambda: octavo.tree_mask(np.zeros(0)),
+            TypeError,
+            "parents must be of integers; got float64",
+        ),
         (lambda: octavo.tree_mask([0.5]), TypeError, "parents must be of integers; got float64"),
         (lambda: octavo.tree_mask(3), ValueError, r"must have one axis or more; got shape"),
         (lambda: octavo.pack_tree_mask([[1]]), TypeError, "mask must be of bool; got int64"),
@@ -439,6 +454,20 @@ def test_helpers_of_jax() -> None:
 def test_refusals_of_helpers(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_helpers_of_nothing() -> None:
+    """A sequence without new tokens, several of them, and no sequence."""
+    for words in (
+        octavo.tree_mask([]),
+        octavo.tree_mask([[], []]),
+        octavo.tree_mask(np.zeros((0, 5), np.int32)),
+        octavo.pack_tree_mask([]),
+        octavo.pack_tree_mask(np.zeros((0, 5), bool)),
+    ):
+        assert words.dtype == np.int64
+    assert octavo.tree_mask([]).shape == octavo.tree_mask([[], []]).shape == (0,)
+    np.testing.assert_array_equal(octavo.pack_tree_mask([[], []]), [0, 0])
 
 
 @cpu_target
