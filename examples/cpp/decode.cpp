@@ -9,9 +9,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #ifdef EXAMPLE_WITH_CUDA
@@ -39,6 +39,13 @@ std::vector<Half> random_halves(int64_t count, unsigned seed) {
     return values;
 }
 
+#ifdef EXAMPLE_WITH_CUDA
+void check(const char* function, cudaError_t status) {
+    if (status != cudaSuccess)
+        throw std::runtime_error(std::string(function) + ": " + cudaGetErrorString(status));
+}
+#endif
+
 // The arrays of one device.
 class Memory {
   public:
@@ -61,20 +68,19 @@ class Memory {
 
   private:
     std::shared_ptr<void> allocate(size_t bytes) const {
+        if (device_.type != octavo::DeviceType::cuda) return {std::malloc(bytes), std::free};
 #ifdef EXAMPLE_WITH_CUDA
         void* pointer = nullptr;
-        if (device_.type == octavo::DeviceType::cuda) {
-            if (cudaMalloc(&pointer, bytes) != cudaSuccess) throw std::bad_alloc();
-            return {pointer, cudaFree};
-        }
+        check("cudaMalloc", cudaMalloc(&pointer, bytes));
+        return {pointer, cudaFree};
+#else
+        throw std::runtime_error("no GPU: this program was built without a CUDA toolkit");
 #endif
-        return {std::malloc(bytes), std::free};
     }
     void copy(void* to, const void* from, size_t bytes, [[maybe_unused]] cudaMemcpyKind kind) const {
 #ifdef EXAMPLE_WITH_CUDA
         if (device_.type == octavo::DeviceType::cuda) {
-            if (cudaMemcpy(to, from, bytes, kind) != cudaSuccess)
-                throw std::runtime_error("cudaMemcpy failed");
+            check("cudaMemcpy", cudaMemcpy(to, from, bytes, kind));
             return;
         }
 #endif
@@ -149,17 +155,31 @@ std::vector<Half> decode(octavo::DeviceType device) {
     return memory.read(attend.out);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
+int run(bool with_gpu) {
     const std::vector<Half> out = decode(octavo::DeviceType::cpu);
     // A mean of values from [1, 2) lies there too: the samples' first elements.
     std::printf("CPU: %.4f %.4f\n", to_float(out[0]), to_float(out[kNumQHeads * kHeadDim]));
-    if (argc < 2 || std::strcmp(argv[1], "--gpu") != 0) return 0;
+    if (!with_gpu) return 0;
     const std::vector<Half> on_gpu = decode(octavo::DeviceType::cuda);
     float error = 0.0f;
     for (size_t i = 0; i < out.size(); ++i)
         error = std::max(error, std::abs(to_float(out[i]) - to_float(on_gpu[i])));
     std::printf("GPU: differs by %.4f at most\n", error);
     return error < 0.01f ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const bool with_gpu = argc == 2 && std::strcmp(argv[1], "--gpu") == 0;
+    if (argc > 1 && !with_gpu) {
+        std::fprintf(stderr, "usage: %s [--gpu]\n", argv[0]);
+        return 2;
+    }
+    try {
+        return run(with_gpu);
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        return 1;
+    }
 }

@@ -137,11 +137,10 @@ def test_message_without_a_gpu() -> None:
 
 CMAKE_LISTS = """\
 cmake_minimum_required(VERSION 3.25)
-project(snippet C CXX)
+project(snippet {language})
 find_package(octavo CONFIG REQUIRED)
 add_executable(snippet {file})
 target_link_libraries(snippet PRIVATE octavo::octavo)
-set_target_properties(snippet PROPERTIES LINKER_LANGUAGE CXX)
 """
 
 
@@ -154,7 +153,9 @@ def test_compiled(snippet: Snippet, tmp_path: Path) -> None:
         pytest.skip("needs cmake and a C++ compiler")
     file = f"main.{snippet.language}"
     (tmp_path / file).write_text(snippet.code, encoding="utf-8")
-    (tmp_path / "CMakeLists.txt").write_text(CMAKE_LISTS.format(file=file), encoding="utf-8")
+    language = {"c": "C", "cpp": "CXX"}[snippet.language]
+    lists = CMAKE_LISTS.format(file=file, language=language)
+    (tmp_path / "CMakeLists.txt").write_text(lists, encoding="utf-8")
     generator = ["-G", "Ninja"] if find_program("ninja") else []
     run("cmake", "-S", ".", "-B", "build", *generator, f"-Doctavo_DIR={cmake_dir}", cwd=tmp_path)
     run("cmake", "--build", "build", cwd=tmp_path)

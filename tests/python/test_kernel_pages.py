@@ -1,4 +1,4 @@
-"""The pages on kernels say what the committed rows of the benchmarks say."""
+"""Pages of the documentation say what the committed rows of the benchmarks say."""
 
 import re
 import sys
@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from _report import OCTAVO, floor_us, geometric_mean  # noqa: E402
+from _report import OCTAVO, floor_us, geometric_mean, read_rows  # noqa: E402
+from _results_of_models import OCTAVO_STEPS  # noqa: E402
 from _results_rows import GPUS, RESULTS, best_peer, load  # noqa: E402
 
 from support.benchmark_cases import DECODE_SHARED, KINDS_OF_CODES  # noqa: E402
@@ -175,8 +176,84 @@ def shared_prefix() -> list[str]:
     return lines
 
 
+def models() -> list[str]:
+    decodes = [{row["case"]: row for row in rows_with_octavo("decode", gpu)} for gpu in GPUS]
+    extras = [{row["case"]: row for row in rows_with_octavo("decode-extra", gpu)} for gpu in GPUS]
+    options = {row["name"]: row["ratio"] for row in load(RESULTS, "options", "H200")}
+    gradients = {row["case"]: row["us"] for row in load(RESULTS, "backward", "H100")}
+    latent = {row["case"]: row["us"] for row in load(RESULTS, "latent", "H100")}
+    steps = [
+        next(row["tokens_per_s"] for row in load(RESULTS, "generate", gpu) if row["case"] == "7b_b1_s1024")
+        for gpu in GPUS
+    ]
+    speeds = [max(of_gpu[name] for name in OCTAVO_STEPS if name in of_gpu) for of_gpu in steps]
+    serving = read_rows(RESULTS / "serving-cpu.jsonl")
+    [requests] = [
+        row for row in serving if (row["model"], row["case"], row["way"]) == ("smollm2", "one", "pages")
+    ]
+
+    def times(rows: list[dict[str, Row]], case: str) -> str:
+        return ", ".join(f"{of_gpu[case]['us'][OCTAVO]:.1f}" for of_gpu in rows)
+
+    def floors(case: str) -> str:
+        return ", ".join(f"{floor_of(of_gpu[case]):.1f}" for of_gpu in extras)
+
+    def dropout(head_dim: int) -> str:
+        us = gradients[f"d{head_dim}_causal_8x2048_dropout"]
+        return f"{us[OCTAVO] / us['octavo_plain']:.2f}"
+
+    plain = times(decodes, "8b_b32_s2048")
+    h100, h200 = plain.split(", ")
+    assert {f"{options[name]:.2f}" for name in ("drafts16_tree", "drafts64_tree")} == {"1.06"}
+    return [
+        f"bfloat16: {h100} us on an H100 and {h200} on an H200",
+        f"a multiple of `num_kv_heads`) | {plain} us |",
+        f"| {times(extras, 'group7_b32_s4096')} us for 32 x 4096, where the floor is "
+        f"{floors('group7_b32_s4096')} |",
+        f"| {times(extras, 'window512_b32_s2048')} us with a window of 512;",
+        f"| `softcap` | {times(extras, 'softcap_b32_s2048')} us |",
+        f"| {times(extras, 'dim256_b32_s2048')} us for twice the bytes (floor "
+        f"{floors('dim256_b32_s2048')}) |",
+        f"| {options['step_d512']:.2f} times a call of head dim 256 with the same bytes, and a prompt about "
+        f"{options['prompt_d512']:.1f} times one",
+        f"some {100 * options['prompt_sinks_window127'] - 100:.0f} % in a prompt with a window of 127",
+        f"head dim 64: {times(extras, 'dim64_b32_s4096')} us for 32 x 4096 (floor "
+        f"{floors('dim64_b32_s4096')}) |",
+        f"{options['step_chunks8192']:.2f} of a step at 12,288 tokens and "
+        f"{options['prompt_chunks8192']:.2f} of a prompt",
+        f"| `alibi_slopes` | {times(extras, 'alibi_b32_s2048')} us |",
+        f"| {times(decodes, 'bloom_b32_s2048')} us for 32/32 heads",
+        f"about {options['encoder_window64']:.1f} of the call without a window",
+        f"about {options['encoder_alibi']:.1f} times the call without it",
+        f"{dropout(128)} times as long at head dim 128 and {dropout(64)} at 64, on an H100",
+        f"| {requests['requests_per_s']:.2f} requests/s of "
+        f"{requests['generated_tokens'] / requests['num_requests']:.0f} tokens on two cores",
+        f"at 1024 tokens: {speeds[0]:.0f} tokens/s on an H100, {speeds[1]:.0f} on an H200",
+        f"take {latent['mla_b32_s4096_h128'][OCTAVO]:.1f} us on an H100 with 128 heads",
+    ]
+
+
+def page_size() -> list[str]:
+    rows = {row["case"]: row for row in rows_with_octavo("decode-extra", "H200")}
+    one, eight, many = (f"{over_floor(rows[f'page{size}_b32_s2048']):.2f}" for size in (1, 8, 64))
+    return [
+        f"{one} times the floor (a launch, and what reading keys and values takes) with pages of one token, "
+        f"{eight} with pages of 8, {many} with pages of 64",
+    ]
+
+
+def pytorch() -> list[str]:
+    [us] = [row["us"] for row in load(RESULTS, "generate", "H200") if row["case"] == "7b_b1_s1024"]
+    return [f"with 1056 tokens from {us[OCTAVO]:.0f} to {us['octavo_static']:.0f} us"]
+
+
+def kv_cache() -> list[str]:
+    us = {row["contestant"]: row["best_us"] for row in load(RESULTS, "kv-cache", "H100")}
+    return [f"{us['torch KVCache']:.1f} and {us['torch both']:.1f} microseconds of the host's time"]
+
+
 PAGES = {
-    page.__name__: page
+    f"kernels/{page.__name__}": page
     for page in (
         decode,
         sm90_attention,
@@ -186,11 +263,12 @@ PAGES = {
         latent_attention,
         shared_prefix,
     )
-}
+} | {"models": models, "page_size": page_size, "tutorials/pytorch": pytorch, "kv_cache": kv_cache}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_says_what_its_rows_say(page: str) -> None:
-    text = (ROOT / "docs" / "kernels" / f"{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     text = " ".join(text.split())
-    assert [claim for claim in PAGES[page]() if claim not in text] == []
+    missing = [claim for claim in PAGES[page]() if claim not in text]
+    assert not missing, f"{page}.md has to say:\n" + "\n".join(missing)
