@@ -161,6 +161,23 @@ def test_strides(torch: Any, head_dim: int) -> None:
     check(torch, gradients(torch, [*parts(odd), dout.cuda()], {"causal": True}), expected, "bfloat16")
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "alibi_slopes": SLOPES}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_sequences_that_share_rows(torch: Any, head_dim: int, options: dict[str, Any]) -> None:
+    """A batch stride of 0 alone: learned queries, and the gradient of a sum over the batch."""
+    q, k, v, dout = random(torch, "bfloat16", *4 * [(3, 100, 4, head_dim)])
+    one_q, one_dout = (x[:1].expand_as(x) for x in (q, dout))
+    one_q_on_gpu, one_dout_on_gpu = (x[:1].cuda().expand_as(x) for x in (q, dout))
+    for tensors, on_gpu in (
+        ((one_q, k, v, dout), (one_q_on_gpu, k.cuda(), v.cuda(), dout.cuda())),
+        ((q, k, v, one_dout), (q.cuda(), k.cuda(), v.cuda(), one_dout_on_gpu)),
+        ((one_q, k, v, one_dout), (one_q_on_gpu, k.cuda(), v.cuda(), one_dout_on_gpu)),
+    ):
+        assert 0 in (on_gpu[0].stride(0), on_gpu[3].stride(0))
+        expected = gradients(torch, [x.float() for x in tensors], options)
+        check(torch, gradients(torch, list(on_gpu), options), expected, "bfloat16")
+
+
 def kernel_of(torch: Any, head_dim: int, **options: Any) -> str:
     q = torch.zeros(1, 64, 2, head_dim, dtype=torch.bfloat16, device="cuda")
     lse = torch.zeros(1, 64, 2, device="cuda")

@@ -65,7 +65,8 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
         }
     };
     // The first query of the sequence, in workspace and in the tensors.
-    const int32_t q_outer = p.cu_seqlens_q ? 0 : work.batch,
+    const int32_t q_outer = query_outer(p, p.q_batch_stride, work.batch),
+                  dout_outer = query_outer(p, p.dout_strides.batch, work.batch),
                   first_row = work.workspace_tile * Config::kPartQueries;
     const int32_t first_place = plan.q_edge - work.seq.seqlen_q, shift = work.q_begin + work.seq.seqlen_q;
     const int32_t first_step = step.index;
@@ -81,8 +82,8 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                           head = step.head_of(part);
             const int32_t row = head * static_cast<int32_t>(plan.num_rows) + first_row + first;
             const uint32_t stage = step.stage();
-            auto load = [&](unsigned char* tile, const CUtensorMap& map, auto* statistics, const void* from,
-                            uint64_t* full) {
+            auto load = [&](unsigned char* tile, const CUtensorMap& map, int32_t outer, auto* statistics,
+                            const void* from, uint64_t* full) {
                 constexpr uint32_t kBytes = sizeof(*statistics);
                 if (part == 0)
                     ptx::mbarrier_arrive_expect(full, Config::kQueryTileBytes + Config::kQueries * kBytes);
@@ -98,14 +99,14 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                         const int block = first_block + i;
                         ptx::tma_load_multicast(tile + block * Config::kQueryBlockBytes, &map, full,
                                                 (1 << Config::kCtas) - 1, Config::kBlockColumns * block, head,
-                                                place, shift, q_outer);
+                                                place, shift, outer);
                     }
                 } else {
 #pragma unroll
                     for (int block = 0; block < Config::kColumnBlocks; ++block) {
                         ptx::tma_load(tile + block * Config::kQueryBlockBytes +
                                           part * Config::kPartQueries * Config::kRowBytes,
-                                      &map, full, Config::kBlockColumns * block, head, place, shift, q_outer);
+                                      &map, full, Config::kBlockColumns * block, head, place, shift, outer);
                     }
                 }
             };
@@ -117,11 +118,13 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                 if constexpr (Config::kBlocks) {
                     const bool is_q = lane < Config::kParts;
                     load(is_q ? shared.q[stage] : shared.dout[stage], is_q ? plan.q : plan.dout,
-                         is_q ? shared.lse[stage] : shared.delta[stage], is_q ? plan.lse : plan.delta,
+                         is_q ? q_outer : dout_outer, is_q ? shared.lse[stage] : shared.delta[stage],
+                         is_q ? plan.lse : plan.delta,
                          is_q ? &shared.q_full[stage] : &shared.dout_full[stage]);
                 } else {
-                    load(shared.q[stage], plan.q, shared.lse[stage], plan.lse, &shared.q_full[stage]);
-                    load(shared.dout[stage], plan.dout, shared.delta[stage], plan.delta,
+                    load(shared.q[stage], plan.q, q_outer, shared.lse[stage], plan.lse,
+                         &shared.q_full[stage]);
+                    load(shared.dout[stage], plan.dout, dout_outer, shared.delta[stage], plan.delta,
                          &shared.dout_full[stage]);
                 }
             }

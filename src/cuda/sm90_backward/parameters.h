@@ -1,6 +1,7 @@
 // The argument that all kernels of sm90_backward take besides the call's parameters.
 #pragma once
 
+#include "common/macros.h"
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "cuda/attention_backward/tile_order.h"
@@ -42,5 +43,11 @@ struct Sm90BackwardLaunch {
     TurnOrder turn_order;
     int32_t* turns;
 };
+
+// A sequence's place on the outer axis of q or dO. Where all sequences share the array's rows, by a batch
+// stride of zero, there is one such place (Sm90Operands).
+OCTAVO_HD int32_t query_outer(const AttentionBackwardParams& p, int64_t batch_stride, int32_t batch) {
+    return p.cu_seqlens_q || batch_stride == 0 ? 0 : batch;
+}
 
 }  // namespace octavo::cuda

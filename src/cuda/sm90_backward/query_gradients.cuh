@@ -89,7 +89,9 @@ __device__ __forceinline__ void load_query_tile(const AttentionBackwardParams& p
                                                 Sm90QueryGradientsShared<Config>& shared) {
     using Shared = Sm90QueryGradientsShared<Config>;
     const int32_t head = tile.head, kv_head = head / p.group_size();
-    const int32_t q_outer = p.cu_seqlens_q ? 0 : tile.batch, k_outer = p.cu_seqlens_k ? 0 : tile.batch;
+    const int32_t q_outer = query_outer(p, p.q_batch_stride, tile.batch);
+    const int32_t dout_outer = query_outer(p, p.dout_strides.batch, tile.batch);
+    const int32_t k_outer = p.cu_seqlens_k ? 0 : tile.batch;
     const int32_t q_begin = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : 0;
     const int32_t k_begin = p.cu_seqlens_k ? p.cu_seqlens_k[tile.batch] : 0;
     const int32_t seqlen_q = tile.seq.seqlen_q, seqlen_k = tile.seq.see.seqlen_k;
@@ -106,7 +108,7 @@ __device__ __forceinline__ void load_query_tile(const AttentionBackwardParams& p
             ptx::tma_load(shared.q[i] + offset, &plan.q, &shared.q_full, 64 * block, head, place,
                           q_begin + seqlen_q, q_outer);
             ptx::tma_load(shared.dout[i] + offset, &plan.dout, &shared.q_full, 64 * block, head, place,
-                          q_begin + seqlen_q, q_outer);
+                          q_begin + seqlen_q, dout_outer);
         }
     }
 #pragma unroll 1
