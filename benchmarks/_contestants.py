@@ -193,7 +193,7 @@ class FlashAttention3(Contestant):
             "cu_seqlens_k": None if is_paged else inputs.cu_seqlens_k,
             "seqused_k": inputs.seq_lens if is_paged else None,
             "max_seqlen_q": max(case.seqlens_q),
-            "max_seqlen_k": max(case.seqlens_k),
+            "max_seqlen_k": max(*case.seqlens_k, case.room),
             "page_table": inputs.page_table,
             "q_descale": descale,
             "k_descale": descale,

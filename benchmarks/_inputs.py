@@ -89,7 +89,8 @@ def _make_page_table(case: Case, device: str) -> tuple[Tensor, int]:
     """Each sequence's pages lie anywhere in the cache. Returns the table and the number of pages."""
     pages_of = [-(-length // case.page_size) for length in case.seqlens_k]
     pages = torch.randperm(sum(pages_of), device=device).to(torch.int32)
-    table = torch.zeros(case.batch, max(pages_of), dtype=torch.int32, device=device)
+    columns = max(*pages_of, case.room // case.page_size)
+    table = torch.zeros(case.batch, columns, dtype=torch.int32, device=device)
     for row, ids in zip(table, pages.split(pages_of), strict=True):
         row[: len(ids)] = ids
     num_shared = case.shared_prefix // case.page_size

@@ -49,6 +49,7 @@ def describe(case: Case) -> dict[str, object]:
         f"KV {case.cache_dtype}": case.cache_dtype != case.dtype,
         f"page {case.page_size}": case.page_size != 16,
         "head-major": case.head_major,
+        f"room {case.room}": case.room > 0,
         f"prefix {case.shared_prefix}": case.shared_prefix > 0,
         "cascade": case.cascade,
         f"{query_len} queries": query_len > 1,

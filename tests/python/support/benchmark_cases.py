@@ -45,6 +45,18 @@ def _70b_tp8(name: str, batch: int, length: int) -> Case:
     return _decode(name, batch, length, num_q_heads=8, num_kv_heads=1)
 
 
+def _with_room(kind: str, **options: Any) -> tuple[Case, ...]:
+    """Page tables with room for 128 Ki keys, of which the host knows no more, as where steps are captured."""
+    uniform = np.random.default_rng(1).integers(1, 4097, 64)
+    options |= {"room": 131072}
+    return (
+        _decode(f"{kind}room_b8_s4096", 8, 4096, **options),
+        _decode(f"{kind}room_b32_s2048", 32, 2048, **options),
+        _8b(f"{kind}room_uniform64", tuple(uniform.tolist()), **options),
+        _8b(f"{kind}room_heavy_tail64", _heavy_tailed(seed=0, batch=64, longest=32768), **options),
+    )
+
+
 DECODE_TABLE = (
     _seed("seed_seq128", 1, 128),
     _seed("seed_seq1024", 1, 1024),
@@ -92,6 +104,9 @@ DECODE_EXTRA = (
     _decode("alibi_b32_s2048", 32, 2048, alibi="head"),
     _decode("lse_b32_s2048", 32, 2048, return_lse=True),
     *(_decode(f"queries{n}_b32_s4096", 32, 4096, query_len=n) for n in (2, 4, 8)),
+    *_with_room(""),
+    *_with_room("fp8_", kv_dtype="float8_e4m3fn", head_major=True),
+    *_with_room("int4_", kv_dtype="int4", head_major=True),
 )
 
 

@@ -54,6 +54,7 @@ class Case:
     head_major: bool = False  # the cache in memory: [num_pages, num_kv_heads, page_size, head_dim]
     shared_prefix: int = 0  # the first tokens of every sequence, in the same pages
     cascade: bool = False  # whether the call says so
+    room: int = 0  # keys of a sequence that the page table has room for; 0: those of the longest
 
     def __str__(self) -> str:
         return self.name

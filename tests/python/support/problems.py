@@ -165,7 +165,8 @@ def make_page_table(case: Case, *, shuffle: int = 0) -> tuple[NDArray[np.int32],
     num_held = [-(-length // case.page_size) for length in case.seqlens_k]
     num_pages = sum(num_held) + case.spare_pages
     pages = random.permutation(num_pages).astype(np.int32)
-    table = np.resize(NO_SUCH_PAGE, (case.batch, max(num_held, default=0) + 2)).astype(np.int32)
+    columns = max(max(num_held, default=0) + 2, case.room // max(case.page_size, 1))
+    table = np.resize(NO_SUCH_PAGE, (case.batch, columns)).astype(np.int32)
     begin = 0
     for row, count in zip(table, num_held, strict=True):
         row[:count] = pages[begin : begin + count]
