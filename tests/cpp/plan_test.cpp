@@ -32,7 +32,14 @@ TEST(Plan, DecodeOfOneSequence) {
 TEST(Plan, DecodeOfFewSequences) {
     EXPECT_EQ(decode_plan(paged({4, 128})), "even short 1");
     EXPECT_EQ(decode_plan(paged({4, 4096})), "by_length long 13");
-    EXPECT_EQ(decode_plan(paged({4, 20000})), "sized short 20");  // splits enough for all SMs
+    EXPECT_EQ(decode_plan(paged({4, 20000})), "by_length long 13");
+    EXPECT_EQ(decode_plan(paged({8, 2000})), "by_length long 9");
+    EXPECT_EQ(decode_plan(paged({8, 4096})), "sized short 4");       // splits enough for all SMs
+    EXPECT_EQ(decode_plan(paged({8, 131072})), "by_length long 9");  // more of them than 16 an SM
+    PagedAttentionArgs behind_prefix = paged({4, 20000});
+    behind_prefix.shared_prefix_len = 4096;
+    const auto plan = cuda::make_shared_prefix_plan(checked(behind_prefix), *cuda::find_gpu("h200"));
+    EXPECT_EQ(std::get<cuda::SplitKvPlan>(plan.behind_prefix).policy, cuda::SplitPolicy::sized);
     EXPECT_EQ(decode_plan(paged({32, 2000, 1, 8})), "by_length long 16");
     EXPECT_EQ(decode_plan(paged({33, 2000, 1, 8})), "sized short 4");
 }
@@ -46,8 +53,10 @@ TEST(Plan, WhoCombines) {
     EXPECT_EQ(combiners({4, 4096}), "0");
     EXPECT_NE(explain(paged({4, 4096}), "h200").summary.find("; the last split of an item combines them: "),
               std::string::npos);
-    EXPECT_EQ(combiners({4, 4096, 8, 7}), "2");
-    EXPECT_EQ(combiners({32, 2000, 1, 8}), "2");
+    EXPECT_EQ(combiners({4, 4096, 8, 7}), "0");
+    EXPECT_EQ(combiners({32, 2000, 1, 8}), "0");
+    EXPECT_EQ(combiners({32, 131072, 1, 8}), "0");  // 117 splits at most, but four in the mean
+    EXPECT_EQ(combiners({4, 8192, 1, 8}), "2");
     EXPECT_EQ(combiners({64, 4096}), "1");
 }
 

@@ -81,6 +81,7 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
     arguments.num_splits = plan.num_splits;
     arguments.num_slots = plan.num_slots;
+    arguments.equal_splits = plan.num_slots / plan.num_sequences;
     arguments.combiners_per_item = plan.combiners_per_item;
     arguments.warps_per_row_log2 = plan.warps_per_row_log2;
     arguments.max_fixed_splits_log2 = plan.max_fixed_splits_log2;

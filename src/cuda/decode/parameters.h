@@ -74,6 +74,7 @@ struct SplitKvLaunch {
     PageLayout pages;
     int32_t num_splits;             // the most CTAs that work on an item
     int32_t num_slots;              // CTAs that work on the items of a KV head
+    int32_t equal_splits;           // SplitPolicy::by_length: those of an item where all are alike
     int32_t combiners_per_item;     // CTAs that combine an item's splits; 0: its last split combines
     int32_t warps_per_row_log2;     // warps of a combiner that share a row, as a power of two
     int32_t max_fixed_splits_log2;  // SplitPolicy::fixed: see FixedSplits

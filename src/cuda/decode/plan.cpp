@@ -207,9 +207,15 @@ int32_t max_visible_blocks(const AttentionParams& p, int32_t block_keys) {
 void choose_combiners(SplitKvPlan& plan, const SplitKvShape& shape, int32_t num_rows) {
     plan.warps_per_row_log2 = plan.combiners_per_item = 0;
     if (plan.num_splits == 1) return;
-    // A lane reads up to eight splits, or more where a CTA's warps cannot be divided further.
-    while (shape.warps % (2 << plan.warps_per_row_log2) == 0 &&
-           8 << plan.warps_per_row_log2 < plan.num_splits)
+    // A lane reads up to eight splits, or more where a CTA's warps cannot be divided further. By length,
+    // hardly any item has as many splits as one may have, so that more combiners are made for the mean alone.
+    auto are_too_many = [&](int32_t warps_log2) {
+        const int32_t mean = plan.num_slots / plan.num_sequences;
+        const bool need_combiners = num_rows > shape.warps >> (warps_log2 + 1);
+        const bool for_mean = plan.policy == SplitPolicy::by_length && need_combiners;
+        return 8 << warps_log2 < (for_mean ? mean : plan.num_splits);
+    };
+    while (shape.warps % (2 << plan.warps_per_row_log2) == 0 && are_too_many(plan.warps_per_row_log2))
         ++plan.warps_per_row_log2;
     const int32_t rows_per_combiner = shape.warps >> plan.warps_per_row_log2;
     plan.combiners_per_item = static_cast<int32_t>(ceil_divide(num_rows, rows_per_combiner));
@@ -332,11 +338,28 @@ int64_t sized_splits(const SplitKvProblem& problem) {
     return (problem.item_bytes() + split_bytes / 2) / split_bytes;
 }
 
+// The most CTAs of sized splits on an SM. Of more, most might find no work, and all would take longer than
+// the others.
+constexpr int64_t kMostSizedOnSm = 16;
+
+// Whether splits are by length, and not sized. Two CTAs or more are left for each item. Where four are, or
+// over codes, it is as fast or faster; otherwise only where sized splits would be too few for all SMs, or
+// more than kMostSizedOnSm.
+bool suits_by_length(const SplitKvProblem& problem) {
+    const AttentionParams& p = problem.p;
+    const int64_t items = problem.items(), sms = problem.gpu.num_sms;
+    if (problem.batch > kMaxSequencesByLength || p.seqlen_k >= 1 << 28 || 2 * items > sms) return false;
+    const int64_t ctas = items * sized_splits(problem);
+    if (ctas < sms) return true;
+    // It has no place beside the kernel over a shared prefix, and knows nothing of other launches' sequences.
+    if (p.num_skipped_keys > 0 || p.most_queries > 0) return false;
+    return 4 * items <= sms || problem.has_codes() || ctas > kMostSizedOnSm * sms;
+}
+
 // Gives each item as many CTAs as its own length asks for; SMs with short CTAs then take more of them.
-// Returns nothing if so many CTAs might find no work that they would take longer than the others.
+// Returns nothing if they might be too many.
 std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProblem& problem,
                                              std::string* why_not) {
-    constexpr int64_t kMostOnSm = 16;
     const int64_t items = problem.items(), sms = problem.gpu.num_sms, item_bytes = problem.item_bytes();
     int64_t splits = sized_splits(problem);
     if (problem.has_codes()) {
@@ -346,17 +369,17 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
         if (items * splits < 2 * at_a_time)
             splits = std::max<int64_t>(std::min(at_a_time / items, item_bytes / (64 * 1024)), 1);
         if (items >= 4 * sms)
-            splits = std::clamp<int64_t>(splits, 1, std::max<int64_t>(kMostOnSm * sms / items, 1));
+            splits = std::clamp<int64_t>(splits, 1, std::max<int64_t>(kMostSizedOnSm * sms / items, 1));
     } else {
         splits = std::max(splits, std::min(ceil_divide(sms, items), item_bytes / (64 * 1024)));
     }
     splits = std::clamp<int64_t>(splits, 1, problem.blocks);
-    if (splits > 1 && items * splits > kMostOnSm * sms) {
+    if (splits > 1 && items * splits > kMostSizedOnSm * sms) {
         return refuse(why_not,
                       "it has a CTA for each split that a sequence may have, before lengths are known, and ",
                       counted(problem.batch, "sequence"), " of up to ", counted(problem.p.seqlen_k, "key"),
                       " x ", counted(problem.p.num_kv_heads, "KV head"), " have ", items * splits,
-                      ", more than ", kMostOnSm, " on each of ", sms, " SMs");
+                      ", more than ", kMostSizedOnSm, " on each of ", sms, " SMs");
     }
     plan.policy = splits > 1 ? SplitPolicy::sized : SplitPolicy::even;
     plan.num_splits = static_cast<int32_t>(splits);
@@ -434,8 +457,7 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gp
     // size do: 256 sequences of 96 keys with 8 KV heads of dim 64 took 24 us, and 16 us by these.)
     const bool is_short = problem.is_short() && (items <= 4 * sms || problem.item_bytes() >= 64 * 1024);
     if ((problem.batch == 1 && items <= sms) || is_short) return plan_even_splits(plan, problem);
-    const bool is_few = problem.batch <= kMaxSequencesByLength && p.seqlen_k < (1 << 28) && 2 * items <= sms;
-    if (is_few && sized_splits(problem) * items < sms) return plan_splits_by_length(plan, problem);
+    if (suits_by_length(problem)) return plan_splits_by_length(plan, problem);
     return plan_sized_splits(plan, problem, why_not);
 }
 

@@ -24,12 +24,14 @@ __device__ __forceinline__ void prefetch_params(const AttentionParams& p) {
     }
 }
 
-// Brings the page table into the L2 cache while the lengths are being loaded, unless it is very large.
+// Brings the page table into the L2 cache while the lengths are being loaded. Of a large one, little would be
+// used.
 __device__ __forceinline__ void prefetch_page_table(const AttentionParams& p, const FastDivide& page_size) {
-    constexpr int64_t kLineEntries = 32, kMaxEntries = 256 * 1024;
+    constexpr int64_t kLineEntries = 32, kMaxEntries = 32 * 1024;
     const int64_t entry = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLineEntries;
     const int64_t end = (p.batch - 1) * p.page_table_stride + page_size.quotient(p.seqlen_k);
-    if (entry < min(end, kMaxEntries)) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table.at(entry)));
+    if (entry < end && end <= kMaxEntries)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.page_table.at(entry)));
 }
 
 }  // namespace octavo::cuda

@@ -30,9 +30,9 @@ struct FixedShare {
     }
 };
 
-// For SplitPolicy::by_length: a KV head has a number of slots, each of them a CTA. Every sequence gets one
-// slot, and of the remaining ones at most a number in proportion to its length. Every warp computes this by
-// itself.
+// For SplitPolicy::by_length: a KV head has a number of slots, each of them a CTA. Every sequence gets as
+// many as it can use, or, where these are not enough, equally many if all are alike, or else as many as give
+// all splits about one size. Every warp computes this by itself.
 struct LengthShare {
     int32_t sequence, length;   // length: the value in seq_lens
     int32_t first, num_splits;  // the sequence's first slot, and how many it has
@@ -59,12 +59,42 @@ struct LengthShare {
         const uint32_t all_blocks =
             (static_cast<uint32_t>(seqlen_k) + (Config::kBlockKeys - 1)) / Config::kBlockKeys;
         const uint32_t blocks = min(all_blocks, launch.max_visible_blocks);
-        const uint32_t left = launch.num_slots - p.batch, sum = max(__reduce_add_sync(~0u, blocks), 1u);
-        const int32_t deserved = 1 + static_cast<int32_t>(blocks * left / sum);
-        const int32_t most = min(launch.num_splits, Config::splits_of(static_cast<int32_t>(blocks)));
-        const int32_t num_splits = has_sequence ? min(deserved, most) : 0;
+        int32_t num_splits =
+            has_sequence ? min(launch.num_splits, Config::splits_of(static_cast<int32_t>(blocks))) : 0;
+        const uint32_t first_blocks = __shfl_sync(~0u, blocks, 0);
+        if (__all_sync(~0u, !has_sequence || blocks == first_blocks)) {
+            num_splits = min(num_splits, launch.equal_splits);
+        } else if (__reduce_add_sync(~0u, num_splits) > launch.num_slots) {
+            num_splits = splits_of_one_size(blocks, num_splits, p.batch, launch.num_slots);
+        }
         return {lane, length, inclusive_sum(num_splits) - num_splits, num_splits};
     }
+
+    // How many splits a sequence of `blocks` blocks has, `most` at most, if all splits have about one size:
+    // one of the smallest for which the slots suffice, found by halving four times. They certainly suffice
+    // for the first: each sequence then has less than one split more than its length would take exactly, or
+    // one.
+    __device__ static int32_t splits_of_one_size(uint32_t blocks, int32_t most, int32_t batch,
+                                                 int32_t num_slots) {
+        auto splits = [&](float splits_of_block) {
+            const float exact = static_cast<float>(blocks) * splits_of_block;
+            return min(max(static_cast<int32_t>(ceilf(exact)), 1), most);  // most is 0 without a sequence
+        };
+        const auto sum = static_cast<float>(__reduce_add_sync(~0u, blocks));
+        float too_small = sum / static_cast<float>(num_slots);
+        float size = min(1.001f * sum / static_cast<float>(num_slots - batch), sum);
+        int32_t num_splits = splits(1 / size);
+#pragma unroll
+        for (int halvings = 0; halvings < 4; ++halvings) {
+            const float middle = (too_small + size) / 2;
+            const int32_t tried = splits(1 / middle);
+            const bool suffices = __reduce_add_sync(~0u, tried) <= num_slots;
+            (suffices ? size : too_small) = middle;
+            if (suffices) num_splits = tried;
+        }
+        return num_splits;
+    }
+
     __device__ LengthShare from(int lane) const {
         return {lane, __shfl_sync(~0u, length, lane), __shfl_sync(~0u, first, lane),
                 __shfl_sync(~0u, num_splits, lane)};

@@ -3,7 +3,7 @@
 // Page: docs/kernels/decode.md.
 //
 // grid: one CTA per SM. A CTA owns a run of blocks of keys (stream_k_ranges.cuh), and each of its warps an
-// equal run of these, wherever items end. Warps have queues of their own: there is no barrier until partial
+// equal part of these, wherever items end. Warps have queues of their own: there is no barrier until partial
 // results are combined (stream_k_combine.cuh).
 //
 //     items     |------- 0 -------|--- 1 ---|-------------- 2 --------------|- 3 -|
@@ -23,7 +23,7 @@ template <class T, class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     stream_k_decode_kernel(const __grid_constant__ AttentionParams p,
                            const __grid_constant__ StreamKLaunch launch) {
-    using Batch = Schedule<Config::kThreads, Config::kBlockKeys>;
+    using Batch = Schedule<Config>;
     constexpr int kStages = Config::kStages;
     extern __shared__ __align__(512) unsigned char stream_k_shared_bytes[];
     auto& shared = *reinterpret_cast<StreamKShared<Config>*>(stream_k_shared_bytes);
@@ -41,12 +41,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     prefetch_page_table(p, launch.pages.page_size);
     const Batch schedule(p, shared.schedule);
     const StreamKRange<Config> range(schedule, cta);
-    const int32_t num_blocks = range.end - range.begin;
     // Not all CTAs of a launch may end before earlier kernels do: what comes next waits for this launch
     // alone.
-    if (num_blocks == 0) return ptx::wait_for_previous_grid();
-    const int32_t begin = range.begin + num_blocks * warp / Config::kWarps;
-    const int32_t end = range.begin + num_blocks * (warp + 1) / Config::kWarps;
+    if (range.begin == range.end) return ptx::wait_for_previous_grid();
+    const auto [begin, end] = range.of_warp(schedule, warp);
 
     Item first{0, 0, -1, 0}, last{0, 0, -1, 0};
     if (begin < end) {
@@ -87,9 +85,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     visible = VisibleBlocks::of<Config::kBlockKeys>(seq);
                     has_keys = visible.count > 0;
                 }
-                // This is done while the first copies are in flight. The last warp has blocks if any warp
-                // has.
-                if (block == begin && warp == Config::kWarps - 1 && lane == 0)
+                // This is done while the first copies are in flight, by the warp with the last block.
+                if (block == begin && end == range.end && lane == 0)
                     shared.first_cta = range.first_cta_of_begin_item();
                 if (block == begin && launch.waits_for_new) {
                     ptx::wait_for_previous_grid();

@@ -46,7 +46,7 @@ struct StreamKShared {
 template <class T, class Config>
 class StreamKCombine {
   public:
-    using Writer = OutputWriter<T, Schedule<Config::kThreads, Config::kBlockKeys>>;
+    using Writer = OutputWriter<T, Schedule<Config>>;
 
     __device__ StreamKCombine(const Writer& writer, const StreamKLaunch& launch,
                               const StreamKShared<Config>& shared, int32_t cta)

@@ -37,7 +37,7 @@ class WarpRings {
 template <class T, class Config>
 class StreamKCopier {
   public:
-    using Batch = Schedule<Config::kThreads, Config::kBlockKeys>;
+    using Batch = Schedule<Config>;
 
     // `visible`: two places in shared memory that belong to the warp.
     __device__ StreamKCopier(const AttentionParams& p, const StreamKLaunch& launch,

@@ -1,15 +1,15 @@
 // Which blocks a CTA of the stream-K kernel owns.
 //
-// Reading is bound by the memory, not by the number of SMs: half of them almost saturate it. So ranges need
-// not be quite equal, and where all items are alike they end where items end.
+// Ranges are equal in cost (stream_k_schedule.cuh). Reading is bound by the memory, not by the number of SMs:
+// half of them almost saturate it. So ranges need not be quite equal, and where all items are alike they end
+// where items end.
 #pragma once
 
 #include "cuda/decode/stream_k_schedule.cuh"
 
 namespace octavo::cuda {
 
-// The division of `total` blocks into `count` shares, of which the first few have one block more than the
-// rest.
+// The division of `total` into `count` shares, of which the first few have one more than the rest.
 struct Shares {
     int32_t size = 1, larger = 0;
 
@@ -17,9 +17,9 @@ struct Shares {
     __device__ Shares(int32_t total, int32_t count) : size(total / count), larger(total - size * count) {}
 
     __device__ int32_t begin(int32_t i) const { return i * size + min(i, larger); }
-    __device__ int32_t owner(int32_t block) const {
+    __device__ int32_t owner(int32_t place) const {
         const int32_t in_larger = larger * (size + 1);
-        return block < in_larger ? block / (size + 1) : larger + (block - in_larger) / size;
+        return place < in_larger ? place / (size + 1) : larger + (place - in_larger) / size;
     }
 };
 
@@ -32,19 +32,20 @@ struct EqualRanges {
     EqualRanges() = default;
     __device__ EqualRanges(int32_t total, int32_t count) : shares(total, count) {}
 
-    // Moves the boundary at `raw`, which must lie in [item.begin, item.end), to an end of the item if that is
+    // Moves a boundary right before block `block` of an item, which has `count`, to an end of it if that is
     // near.
-    __device__ int32_t snap(int32_t raw, const Item& item) const {
+    __device__ int32_t snap(int32_t block, int32_t count) const {
         const int32_t reach = min(max(kSnap, shares.size / 32), (shares.size - 1) / 2);
-        const int32_t down = raw - item.begin, up = item.end - raw;
-        if (min(down, up) > reach) return raw;
-        return down <= up ? item.begin : item.end;
+        const int32_t down = block, up = count - block;
+        if (min(down, up) > reach) return block;
+        return down <= up ? 0 : count;
     }
 
-    // The first CTA that has blocks of the item.
-    __device__ int32_t first_cta(const Item& item) const {
-        const int32_t cta = shares.owner(item.begin), next_begin = shares.begin(cta + 1);
-        const bool is_snapped = next_begin < item.end && snap(next_begin, item) == item.begin;
+    // The first CTA that has blocks of an item of `count` blocks, where `cost` comes before the first of
+    // them.
+    __device__ int32_t first_cta(int32_t cost, int32_t count) const {
+        const int32_t cta = shares.owner(cost), next_begin = shares.begin(cta + 1) - cost;
+        const bool is_snapped = next_begin < count && snap(next_begin, count) == 0;
         return is_snapped ? cta + 1 : cta;
     }
 };
@@ -52,11 +53,12 @@ struct EqualRanges {
 template <class Config>
 class StreamKRange {
   public:
+    using Batch = Schedule<Config>;
+
     int32_t begin = 0, end = 0;  // blocks
     Item begin_item{};           // the item that holds the first block, or ends right before it
 
-    __device__ StreamKRange(const Schedule<Config::kThreads, Config::kBlockKeys>& schedule, int32_t cta)
-        : cta_(cta) {
+    __device__ StreamKRange(const Batch& schedule, int32_t cta) : cta_(cta) {
         const int32_t num_ctas = gridDim.x;
         const int32_t items = schedule.num_items(), count = schedule.uniform_count();
         if (count > 0 && items <= num_ctas) {
@@ -70,6 +72,7 @@ class StreamKRange {
             begin_item = schedule.find(item * count);
             begin = begin_item.begin + shares.begin(cta - item * ctas_per_item_);
             end = begin_item.begin + shares.begin(cta - item * ctas_per_item_ + 1);
+            cost_begin_ = begin, cost_end_ = end;
             return;
         }
         const int32_t items_per_cta = (items + num_ctas - 1) / num_ctas;
@@ -77,25 +80,53 @@ class StreamKRange {
             begin = min(cta * items_per_cta, items) * count;
             end = min((cta + 1) * items_per_cta, items) * count;
             if (begin < end) begin_item = schedule.find(begin);
+            cost_begin_ = begin, cost_end_ = end;
             return;
         }
-        const int32_t total = schedule.total();
+        const int32_t total = schedule.total_cost();
         const int32_t num_ranges = min(num_ctas, (total + Config::kMinBlocks - 1) / Config::kMinBlocks);
         if (cta >= num_ranges) return;
         ranges_ = EqualRanges<Config::kSnapBlocks>(total, num_ranges);
-        const int32_t raw_begin = ranges_.shares.begin(cta), raw_end = ranges_.shares.begin(cta + 1);
-        begin_item = schedule.find(raw_begin);
-        begin = ranges_.snap(raw_begin, begin_item);
-        end = ranges_.snap(raw_end, schedule.find(min(raw_end, total - 1)));
+        const Boundary first = boundary(schedule, cta), last = boundary(schedule, cta + 1);
+        begin = first.block, cost_begin_ = first.cost;
+        end = last.block, cost_end_ = last.cost;
+        begin_item = first.item;
+        cost_before_begin_item_ = schedule.cost_before(begin_item);
+    }
+
+    // The blocks [x, y) of a warp.
+    __device__ int2 of_warp(const Batch& schedule, int warp) const {
+        auto share = [&](int i) { return cost_begin_ + (cost_end_ - cost_begin_) * i / Config::kWarps; };
+        if (schedule.item_cost() == 0) return {share(warp), share(warp + 1)};
+        auto block_at = [&](int32_t cost) {
+            const auto place = schedule.find_cost(cost);
+            return place.item.begin + place.block;
+        };
+        return {block_at(share(warp)), block_at(share(warp + 1))};
     }
 
     // The CTA in whose range this range's first item begins. It is used where that item began earlier.
     __device__ int32_t first_cta_of_begin_item() const {
-        return ctas_per_item_ > 0 ? cta_ / ctas_per_item_ * ctas_per_item_ : ranges_.first_cta(begin_item);
+        if (ctas_per_item_ > 0) return cta_ / ctas_per_item_ * ctas_per_item_;
+        return ranges_.first_cta(cost_before_begin_item_, begin_item.end - begin_item.begin);
     }
 
   private:
+    // Where the range of a CTA begins and that of the CTA before it ends.
+    struct Boundary {
+        Item item;
+        int32_t block, cost;
+    };
+    __device__ Boundary boundary(const Batch& schedule, int32_t cta) const {
+        const auto place = schedule.find_cost(ranges_.shares.begin(cta));
+        const int32_t block = ranges_.snap(place.block, place.item.end - place.item.begin);
+        return {place.item, place.item.begin + block,
+                place.item_cost_at + (block > 0 ? schedule.item_cost() + block : 0)};
+    }
+
     int32_t cta_;
+    int32_t cost_begin_ = 0, cost_end_ = 0;
+    int32_t cost_before_begin_item_ = 0;
     int32_t ctas_per_item_ = 0;  // if CTAs have one item each
     EqualRanges<Config::kSnapBlocks> ranges_;
 };

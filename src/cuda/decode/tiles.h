@@ -95,12 +95,15 @@ struct StreamKConfig : DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim
         std::min(144 * 1024 / (Base::kWarps * Base::kBlockBytes),
                  ((kCodes == Codes::none ? 219 : 214) * 1024 / Base::kWarps - kWarpPartialBytes) /
                      (16 * (Base::kBlockChunks + Base::kScaleChunks + Base::kQueryChunks)));
-    // A CTA's range has at least about this many blocks, 64 KB per tile of rows: combining smaller ones would
-    // cost more than they save.
+    // A CTA's range costs as much as about this many blocks at least, 64 KB per tile of rows: combining
+    // smaller ones would take longer than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / Base::kBlockBytes, Base::kWarps);
     // A CTA's range may grow or shrink by this many blocks to end where an item ends: some 32 KB, which an SM
     // reads in the time that combining takes.
     static constexpr int kSnapBlocks = 32 * 1024 / Base::kBlockBytes;
+    // What an item takes a warp besides its blocks, in blocks: page ids and then the first keys are waited
+    // for, and in the end there is a result to be combined or written.
+    static constexpr int kItemCost = kHeadDim > 128 ? 2 : 4;
 };
 
 // How the host divides the blocks of an item among CTAs.
