@@ -131,8 +131,8 @@ def attention(
             have it so, PaliGemma not. Needs bidirectional_ranges. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q, with the head_dim of v, to write the result to; never read. It may be q itself,
-            with the same address and strides; otherwise its memory must be apart from that of q, as from that
-            of k and v. Default: a new array of the framework of q.
+            with the same address and strides; otherwise its memory must be apart from that of all other
+            arguments. Default: a new array of the framework of q.
         stream: a CUDA stream to work on instead of the current one: its address, or an object with
             ``__cuda_stream__``, ``cuda_stream`` (torch) or ``ptr`` (CuPy). The work waits for the current
             streams of the arrays' frameworks; to make them wait for the work, and to keep the arrays alive

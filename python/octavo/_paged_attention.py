@@ -171,9 +171,8 @@ def paged_attention(
             there, a layer of a decode step takes some 2 us less. No effect elsewhere. Default: False.
         return_lse: return the log-sum-exp too. Default: False.
         out: an array like q, with the head_dim of v_pages, to write the result to; never read. It may be q
-            itself, with the same address and strides; otherwise its memory must be apart from that of q, as
-            from that of the cache.
-            Default: a new array of the framework of q.
+            itself, with the same address and strides; otherwise its memory must be apart from that of all
+            other arguments. Default: a new array of the framework of q.
         stream: a CUDA stream to work on instead of the current one, as for ``attention``.
 
     Returns:
