@@ -27,7 +27,7 @@ namespace octavo {
 struct AttentionArgs {
     TensorView q, k, v;  // head_dim: a multiple of 8 up to 512; that of v may be another
     // Like q, with the head_dim of v. Either exactly q (same address and strides), or memory that overlaps no
-    // other array of the call; that of lse overlaps none.
+    // other array of the call. The memory of lse overlaps no other array either.
     TensorView out;
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis; natural logarithm
     std::optional<TensorView> cu_seqlens_q;

@@ -24,7 +24,8 @@ nb::object Call::array_of_list(const char* name, nb::handle list) {
 }
 
 // Arrays of int64 in host memory may have any strides: a copy in C order where that of the last axis is
-// not 1. No argument has more than three axes, or none; the checks refuse those, and say what it has.
+// not 1. An array of no axis, or of more than three, stays as it is: the checks refuse it, and say which axes
+// the argument has.
 TensorView Call::with_unit_stride(const TensorView& wide) {
     if (wide.ndim < 1 || wide.ndim > 3) return wide;
     const int last = wide.ndim - 1;

@@ -105,7 +105,7 @@ void bind_info(nb::module_& m) {
         [](nb::handle num_threads) {
             constexpr const char* op = "set_num_threads";
             const int64_t count = int_argument(op, "num_threads", num_threads);
-            cpu::check_num_threads(count);  // of which an int holds a part
+            cpu::check_num_threads(count);  // before it becomes an int
             set_num_threads(static_cast<int>(count));
         },
         nb::arg("num_threads"), nb::sig("def set_num_threads(num_threads: int) -> None"),

@@ -46,8 +46,8 @@ using Given =
     std::array<nb::handle, kNumInputs<Operator> + (kTakesResults<Operator> ? kNumResults<Operator> : 0) +
                                (kTakesPlan<Operator> ? 2 : 1)>;
 
-// Whether there is an argument that takes this number's place, an array: given one, it is taken. Anything
-// else that is no number is refused.
+// Some numbers, such as k_scale, may be arrays, for which Args has a member of its own. Returns whether
+// `given` is such an array, which is taken. For these numbers, what is neither is refused.
 template <class Operator>
 bool take_in_place(Call& call, const char* number, nb::handle given, typename Operator::Args& args) {
     if (given.is_none() || PyFloat_Check(given.ptr())) return false;

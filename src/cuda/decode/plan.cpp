@@ -351,7 +351,8 @@ bool suits_by_length(const SplitKvProblem& problem) {
     if (problem.batch > kMaxSequencesByLength || p.seqlen_k >= 1 << 28 || 2 * items > sms) return false;
     const int64_t ctas = items * sized_splits(problem);
     if (ctas < sms) return true;
-    // It has no place beside the kernel over a shared prefix, and knows nothing of other launches' sequences.
+    // Splits by length have no place beside the kernel over a shared prefix. They do not serve a part of a
+    // batch (plan_decode_at_once), for which sized splits are left where there are many.
     if (p.num_skipped_keys > 0 || p.most_queries > 0) return false;
     return 4 * items <= sms || problem.has_codes() || ctas > kMostSizedOnSm * sms;
 }

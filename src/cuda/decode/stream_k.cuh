@@ -2,9 +2,9 @@
 // batch of any lengths. There is one launch, in which every CTA finds its share of all blocks by itself.
 // Page: docs/kernels/decode.md.
 //
-// grid: one CTA per SM. A CTA owns a run of blocks of keys (stream_k_ranges.cuh), and each of its warps an
-// equal part of these, wherever items end. Warps have queues of their own: there is no barrier until partial
-// results are combined (stream_k_combine.cuh).
+// grid: one CTA per SM. A CTA owns a run of blocks of keys (stream_k_ranges.cuh), and each of its warps a
+// part that costs as much as the others, wherever items end. Warps have queues of their own: there is no
+// barrier until partial results are combined (stream_k_combine.cuh).
 //
 //     items     |------- 0 -------|--- 1 ---|-------------- 2 --------------|- 3 -|
 //     CTAs      |      0      |      1      |      2      |      3      |     4     |
