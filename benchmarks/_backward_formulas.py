@@ -30,6 +30,7 @@ class Scores:
     causal: bool
     softcap: float
     slope: float | None  # of ALiBi
+    alibi_symmetric: bool = False
 
     def __call__(
         self, q: Tensor, k: Tensor, first_position: int, rounded: Rounding = _exact
@@ -44,7 +45,7 @@ class Scores:
             positions = first_position + torch.arange(len(q), device=q.device)
             distance = positions[:, None] - torch.arange(len(k), device=q.device)
             if self.slope is not None:
-                scores = rounded(scores - self.slope * distance)
+                scores = rounded(scores - self.slope * (distance.abs() if self.alibi_symmetric else distance))
             if self.causal:
                 scores = scores.masked_fill(distance < 0, -math.inf)
         return scores, slope_of_cap

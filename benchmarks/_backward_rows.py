@@ -49,13 +49,14 @@ class Task:
     @property
     def plain(self) -> Task:
         """The same shape without the options that cost time."""
-        return Task(replace(self.case, alibi="", softcap=0.0), self.forward)
+        return Task(replace(self.case, alibi="", alibi_symmetric=False, softcap=0.0), self.forward)
 
     @property
     def masks(self) -> dict[str, Any]:
         """What masks and changes scores, as the oracle names it, apart from the slopes of ALiBi."""
         assert self.case.window_left < 0 and self.case.softmax_scale is None, self
-        return {"causal": self.case.causal, "softcap": self.case.softcap}
+        case = self.case
+        return {"causal": case.causal, "softcap": case.softcap, "alibi_symmetric": case.alibi_symmetric}
 
 
 def _named(*names: str, **options: Any) -> list[Task]:
@@ -66,6 +67,11 @@ def _with(name: str, **options: Any) -> Case:
     """A named case with an option more, which its name then ends with."""
     (case,) = cases.named(name)
     return replace(case, name="_".join([name, *options]), **options)
+
+
+def _with_symmetric_alibi(name: str) -> Task:
+    case = _with(name, alibi="head")
+    return Task(replace(case, name=f"{name}_symmetric_alibi", alibi_symmetric=True))
 
 
 def _dense(head_dim: int) -> list[Task]:
@@ -95,6 +101,8 @@ GROUPS: dict[str, list[Task]] = {
     "options": [
         *_with_options("d128_causal_8x2048"),
         *_with_options("d64_causal_8x2048"),
+        _with_symmetric_alibi("d128_full_8x2048"),
+        _with_symmetric_alibi("d64_full_8x2048"),
         *_named(
             "d128_full_8x2048", "d128_causal_1x16384", "d64_causal_1x16384", GROUPED_HEADS, deterministic=True
         ),

@@ -179,7 +179,7 @@ KNOWN_RACES = (
         2,
         "Barriers q_full, dout_full, dropped_full and q_empty order bulk copies of statistics, and words of "
         "dropout, and their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
-        instances="Config<\\(int\\)[02], \\([^)]*\\)[23]>",
+        instances="Config<\\(int\\)[02], \\([^)]*\\)[34]>",
         of_each=True,
     ),
     KnownRace(
@@ -188,8 +188,18 @@ KNOWN_RACES = (
         4,
         "Barriers q_full and q_empty order the steps of a block mask, which lanes of the loader write, and "
         "their reads, both ways: see racecheck in docs/notebook/attention_backward.md.",
-        instances="Config<\\(int\\)[02], \\([^)]*\\)4>",
+        instances="Config<\\(int\\)[02], \\([^)]*\\)5>",
         of_each=True,
+    ),
+    KnownRace(
+        "sm90_backward_kernel",
+        "Read and Write",
+        1,
+        "With ALiBi at head dim 64, barrier tile_empty orders the consumers' reads of a tile's facts and the "
+        "scheduler's facts of a later one: see racecheck in docs/notebook/attention_backward.md.",
+        instances="Config<\\(int\\)0, \\([^)]*\\)[12]>",
+        of_each=True,
+        places=2,
     ),
     KnownRace(
         "sm90_wide_attention_kernel",

@@ -317,7 +317,8 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     args.alibi_slopes = Arrays().make(DType::float32, {32});
     args.alibi_symmetric = true;
     args.causal = false;
-    expect(args, "h100", "its ALiBi has no absolute value");
+    args.deterministic = true;
+    expect(args, "h100", "no deterministic instance, and none of head_dim above 128, has symmetric_alibi");
     args = plain;
     args.causal = true;
     args.bidirectional_ranges = Arrays().make(DType::int32, {args.q.shape[0], 2, 2});
@@ -367,6 +368,14 @@ TEST(BackwardPlan, HopperHasInstancesOfEachFeature) {
     EXPECT_NE(text.summary.find("slope_gradients_kernel"), std::string::npos) << text.summary;
     // A part for each of eight warps, tiles of keys, sequences and heads.
     EXPECT_EQ(std::stoll(field(text, "workspace_bytes")), std::stoll(without) + 4 * 8 * 8 * 2 * 32);
+    args = plain;
+    args.alibi_slopes = arrays.make(DType::float32, {32});
+    args.alibi_symmetric = true;
+    args.causal = false;
+    EXPECT_EQ(feature(args), "symmetric_alibi");
+    // Under a causal mask it is one-sided.
+    args.causal = true;
+    EXPECT_EQ(feature(args), "alibi");
 }
 
 // The kernels for all GPUs add up dQ where its bits need not be the same.

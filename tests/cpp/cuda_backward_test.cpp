@@ -277,8 +277,8 @@ INSTANTIATE_TEST_SUITE_P(All, CudaBackwardFewCtasTest,
                          ::testing::Combine(::testing::Values(64, 72, 96, 128), ::testing::Bool(),
                                             ::testing::Values(Kind::full, Kind::causal, Kind::window,
                                                               Kind::chunks, Kind::prefix, Kind::softcap,
-                                                              Kind::alibi, Kind::dropout, Kind::sinks,
-                                                              Kind::blocks)));
+                                                              Kind::alibi, Kind::symmetric, Kind::dropout,
+                                                              Kind::sinks, Kind::blocks)));
 
 INSTANTIATE_TEST_SUITE_P(All, CudaBackwardInTurnsTest,
                          ::testing::Combine(::testing::Values(64, 96, 128), ::testing::Bool(),

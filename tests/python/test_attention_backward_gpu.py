@@ -27,6 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"causal": True, "alibi_slopes": SLOPES},
     {"alibi_slopes": [SLOPES, SLOPES[::-1]], "softcap": 5.0},
     {"alibi_slopes": SLOPES, "alibi_symmetric": True},
+    {"alibi_slopes": SLOPES, "alibi_symmetric": True, "window_left": 60, "window_right": 31},
     {"alibi_slopes": [SLOPES, SLOPES[::-1]], "alibi_symmetric": True, "dropout_p": 0.2, "dropout_seed": 7},
     {"dropout_p": 0.2, "dropout_seed": 7, "dropout_offset": 3},
     {"causal": True, "dropout_p": 0.5, "dropout_seed": 1, "alibi_slopes": SLOPES},

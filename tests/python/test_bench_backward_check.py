@@ -56,6 +56,7 @@ def by_oracle(task: Task, inputs: Inputs, dropout: oracle.Dropout | None = None)
         causal=case.causal,
         softcap=case.softcap,
         alibi_slopes=slopes,
+        alibi_symmetric=case.alibi_symmetric,
         dropout=dropout,
     )
 
@@ -66,7 +67,16 @@ def as_tensors(task: Task, gradients: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": False}, {"softcap": 2.0}, {"alibi": "head"}, {"num_kv_heads": 4}], ids=str
+    "options",
+    [
+        {},
+        {"causal": False},
+        {"softcap": 2.0},
+        {"alibi": "head"},
+        {"alibi": "head", "alibi_symmetric": True, "causal": False},
+        {"num_kv_heads": 4},
+    ],
+    ids=str,
 )
 def test_formulas_are_those_of_the_oracle(options: dict[str, Any]) -> None:
     """Exactly for float64, and for a plain implementation but for the order of sums in float32."""

@@ -101,9 +101,12 @@ def test_the_backward():
     octavo.explain(*arguments, alibi_slopes=slopes, return_dalibi=True, dq=q, device="cpu")
     with pytest.raises(ValueError, match=r"dalibi_slopes .* needs alibi_slopes; got none"):
         octavo.explain(*arguments, return_dalibi=True, device="cpu")
-    symmetric = octavo.explain(*arguments, alibi_slopes=slopes, alibi_symmetric=True, device="h200")
-    assert symmetric.kernel.startswith("sm80_backward<bfloat16") and symmetric.plan["has_dropout"]
-    assert "its ALiBi has no absolute value" in symmetric.why_not["sm90_backward"]
+    both_sides = {"alibi_slopes": slopes, "alibi_symmetric": True, "device": "h200"}
+    symmetric = octavo.explain(*arguments, **both_sides)
+    assert symmetric.kernel == "sm90_backward<bfloat16, head_dim 128, symmetric_alibi>"
+    elsewhere = octavo.explain(*arguments, **both_sides, deterministic=True)
+    assert elsewhere.kernel.startswith("sm80_backward<bfloat16") and elsewhere.plan["has_dropout"]
+    assert "symmetric_alibi" in elsewhere.why_not["sm90_backward"]
     hopper = octavo.explain(*arguments, device="h200")
     assert hopper.kernel == "sm90_backward<bfloat16, head_dim 128>"
     deterministic = octavo.explain(*arguments, deterministic=True, device="h200")

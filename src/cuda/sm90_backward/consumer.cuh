@@ -131,6 +131,8 @@ class Sm90BackwardConsumer : Sm90KeyRows<T, Config> {
                 weigh_capped<T, Config>(weights, gradients, scores, p_, shared_.lse[stage]);
             } else {
                 const float bias = bias_between<Config>(p_, work_, this->key_tile(), step);
+                if constexpr (Config::kSymmetric)
+                    bend_bias<Config>(scores, p_, work_, this->key_tile(), step, row());
 #pragma unroll
                 for (int j = 0; j < kScores; ++j)
                     scores[j] = ptx::exp2_approx(Config::kAlibi ? fmaf(scores[j], plan_.scale_log2, bias)

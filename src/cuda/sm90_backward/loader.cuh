@@ -5,6 +5,7 @@
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/tma.h"
+#include "cuda/sm90_backward/alibi.cuh"
 #include "cuda/sm90_backward/kept_steps.cuh"
 #include "cuda/sm90_backward/shared.cuh"
 
@@ -122,8 +123,8 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                          is_q ? plan.lse : plan.delta,
                          is_q ? &shared.q_full[stage] : &shared.dout_full[stage]);
                 } else {
-                    load(shared.q[stage], plan.q, q_outer, shared.lse[stage], plan.lse,
-                         &shared.q_full[stage]);
+                    load(shared.q[stage], plan.q, q_outer, shared.lse[stage],
+                         terms_of_scores(p, plan, work, step), &shared.q_full[stage]);
                     load(shared.dout[stage], plan.dout, dout_outer, shared.delta[stage], plan.delta,
                          &shared.dout_full[stage]);
                 }

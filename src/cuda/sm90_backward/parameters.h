@@ -44,6 +44,12 @@ struct Sm90BackwardLaunch {
     int32_t* turns;
 };
 
+// How many rows of terms there are for keys on one side of their queries; behind them lie those for the
+// other.
+OCTAVO_HD int64_t num_terms(const AttentionBackwardParams& p, const Sm90BackwardLaunch& plan) {
+    return p.num_q_heads * plan.num_rows;
+}
+
 // A sequence's place on the outer axis of q or dO. Where all sequences share the array's rows, by a batch
 // stride of zero, there is one such place (Sm90Operands).
 OCTAVO_HD int32_t query_outer(const AttentionBackwardParams& p, int64_t batch_stride, int32_t batch) {

@@ -20,6 +20,7 @@ const char* to_string(Sm90BackwardFeature feature) {
     switch (feature) {
         case Sm90BackwardFeature::none: return "none";
         case Sm90BackwardFeature::alibi: return "alibi";
+        case Sm90BackwardFeature::symmetric_alibi: return "symmetric_alibi";
         case Sm90BackwardFeature::softcap: return "softcap";
         case Sm90BackwardFeature::dropout: return "dropout";
         case Sm90BackwardFeature::blocks: return "blocks";
@@ -153,7 +154,6 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                       p.head_dim, " and ", p.head_dim_v);
     }
     if (p.ranges) return refuse(why_not, kHasNoRanges);
-    if (p.alibi_symmetric) return refuse(why_not, kOneSidedAlibi);
     const bool dropout = p.dropout.any(), softcap = p.softcap > 0.0f, alibi = p.alibi_slopes != nullptr;
     const bool blocks{p.block_mask};
     if (dropout + softcap + alibi + blocks > 1)
@@ -164,11 +164,12 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
         return refuse(why_not, "there are no queries, or no keys");
     Sm90BackwardPlan plan{};
     plan.dtype = p.dtype;
-    plan.feature = dropout   ? Sm90BackwardFeature::dropout
-                   : softcap ? Sm90BackwardFeature::softcap
-                   : alibi   ? Sm90BackwardFeature::alibi
-                   : blocks  ? Sm90BackwardFeature::blocks
-                             : Sm90BackwardFeature::none;
+    plan.feature = dropout             ? Sm90BackwardFeature::dropout
+                   : softcap           ? Sm90BackwardFeature::softcap
+                   : p.alibi_symmetric ? Sm90BackwardFeature::symmetric_alibi
+                   : alibi             ? Sm90BackwardFeature::alibi
+                   : blocks            ? Sm90BackwardFeature::blocks
+                                       : Sm90BackwardFeature::none;
     if (p.deterministic && plan.feature == Sm90BackwardFeature::none) {
         plan.row = find_tiles(p, false, Sm90BackwardFeature::ordered);
         if (plan.row >= 0) {

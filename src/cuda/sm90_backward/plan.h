@@ -32,7 +32,8 @@ struct Sm90BackwardPlan {
     int64_t slope_bytes, sink_bytes, turn_bytes;
 
     const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
-    int64_t term_bytes() const { return num_q_heads * num_rows * 16; }  // of the LSE, and as many of delta
+    int64_t delta_bytes() const { return num_q_heads * num_rows * 16; }
+    int64_t lse_bytes() const { return score_terms(feature) * delta_bytes(); }
     int64_t dq_bytes() const {
         return tiles().dq_apart() ? 0 : num_q_heads * num_rows * tiles().head_dim * int64_t{sizeof(float)};
     }
@@ -46,7 +47,8 @@ struct Sm90BackwardPlan {
     int64_t counter_bytes() const { return (num_counters() * 4 + 127) / 128 * 128; }
     // In this order.
     int64_t workspace_bytes() const {
-        return counter_bytes() + 2 * term_bytes() + dq_bytes() + slope_bytes + sink_bytes + turn_bytes;
+        return counter_bytes() + lse_bytes() + delta_bytes() + dq_bytes() + slope_bytes + sink_bytes +
+               turn_bytes;
     }
 };
 

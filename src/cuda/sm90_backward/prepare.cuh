@@ -115,9 +115,12 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         // first. What is between both is a number for each step.
         const float slope =
             at.batch >= 0 ? p.alibi_slopes[at.batch * p.alibi_batch_stride + head] / p.softmax_scale : 0.0f;
-        const float bias = -slope * static_cast<float>(row % Config::kQueries);
-        lse_to[place] =
-            sees_nothing ? split_in_terms(kNoWeight) : split_in_terms(bias - lse / p.softmax_scale, slope);
+        const float bias = -slope * static_cast<float>(row % Config::kQueries), own = -lse / p.softmax_scale;
+        lse_to[place] = sees_nothing ? split_in_terms(kNoWeight) : split_in_terms(bias + own, slope);
+        if constexpr (Config::kSymmetric) {
+            lse_to[num_terms(p, plan) + place] =
+                sees_nothing ? split_in_terms(kNoWeight) : split_in_terms(own - bias, -slope);
+        }
     } else {
         lse_to[place] = split_in_terms(sees_nothing ? kNoWeight : -lse / p.softmax_scale);
     }

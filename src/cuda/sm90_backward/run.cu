@@ -68,8 +68,8 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.sums = {arguments.tiles_taken + FinishedCounts::kPartsTaken,
                       arguments.tiles_taken + FinishedCounts::kKeyTiles};
     arguments.num_counters = static_cast<int32_t>(plan.num_counters());
-    arguments.lse = take(plan.term_bytes());
-    arguments.delta = take(plan.term_bytes());
+    arguments.lse = take(plan.lse_bytes());
+    arguments.delta = take(plan.delta_bytes());
     arguments.dq_sums = reinterpret_cast<float*>(take(plan.dq_bytes()));
     arguments.dq_aligned = plan.dq_aligned;
     char* const slope_parts = take(plan.slope_bytes);

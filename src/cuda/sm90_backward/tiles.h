@@ -49,16 +49,23 @@ constexpr Sm90BackwardTiles kSm90BackwardTiles[] = {
 };
 
 // What an instance computes beside plain attention; of more than one there is none.
-enum class Sm90BackwardFeature : uint8_t { none, alibi, softcap, dropout, blocks, ordered };
+enum class Sm90BackwardFeature : uint8_t { none, alibi, symmetric_alibi, softcap, dropout, blocks, ordered };
 // In the order of the enumeration.
 constexpr Sm90BackwardFeature kSm90BackwardFeatures[] = {
-    Sm90BackwardFeature::none,    Sm90BackwardFeature::alibi,  Sm90BackwardFeature::softcap,
-    Sm90BackwardFeature::dropout, Sm90BackwardFeature::blocks, Sm90BackwardFeature::ordered};
+    Sm90BackwardFeature::none,    Sm90BackwardFeature::alibi,   Sm90BackwardFeature::symmetric_alibi,
+    Sm90BackwardFeature::softcap, Sm90BackwardFeature::dropout, Sm90BackwardFeature::blocks,
+    Sm90BackwardFeature::ordered};
 
 // Which instances there are. Head dim 96 has them for plain calls alone: others take those of 128.
 constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature feature) {
     return feature == Sm90BackwardFeature::none ||
            (!tiles.dq_apart() && !tiles.roles && tiles.head_dim != 96);
+}
+
+// How many rows of terms of scores a query has. With symmetric ALiBi they are two: for keys that do not lie
+// behind it, and for those that do, whose bias falls with the distance (alibi.cuh).
+constexpr int score_terms(Sm90BackwardFeature feature) {
+    return feature == Sm90BackwardFeature::symmetric_alibi ? 2 : 1;
 }
 
 // Whether sums of dQ are converted beside the products.
@@ -97,7 +104,8 @@ struct Sm90BackwardConfig {
     static constexpr int kWeightSlots = 2;  // with roles: tiles of weights between the warpgroups
     static constexpr bool kRoles = kTiles.roles, kDqApart = kTiles.dq_apart();
     static constexpr int kDsSlots = kDqApart ? 1 : kTiles.ds_slots;
-    static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi;
+    static constexpr bool kSymmetric = kFeature == Sm90BackwardFeature::symmetric_alibi;
+    static constexpr bool kAlibi = kFeature == Sm90BackwardFeature::alibi || kSymmetric;
     static constexpr bool kSoftcap = kFeature == Sm90BackwardFeature::softcap;
     static constexpr bool kDropout = kFeature == Sm90BackwardFeature::dropout;
     static constexpr bool kBlocks = kFeature == Sm90BackwardFeature::blocks;
