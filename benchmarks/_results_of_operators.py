@@ -67,15 +67,22 @@ def jax(results: Path) -> str:
 def _beside_the_floor(
     results: Path, benchmark: str, names: tuple[str, ...], texts: Callable[[Row, float], list[str]]
 ) -> str:
-    """A line a case: of each GPU the texts of its row and floor, of which the first one is Octavo's time."""
+    """A line a case: of each GPU the texts of its row and floor, of which the first one is Octavo's time.
+
+    They are empty where a GPU lacks the case.
+    """
     gpus = gpus_with(results, benchmark)
-    cells: dict[str, list[str]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for gpu in gpus:
         for row in load(results, benchmark, gpu):
             floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
-            cells.setdefault(row["case"], []).extend(texts(row, floor))
+            found[gpu, row["case"]] = texts(row, floor)
+    most = max(gpus, key=lambda gpu: sum(of == gpu for of, _ in found))
+    cases = dict.fromkeys(case for gpu in (most, *gpus) for of, case in found if of == gpu)
+    missing = [""] * (1 + len(names))
+    rows = [[case, *(text for gpu in gpus for text in found.get((gpu, case), missing))] for case in cases]
     header = ["case", *(name for gpu in gpus for name in (gpu, *names))]
-    return format_table(header, [[case, *row] for case, row in cells.items()], numbers=len(header) - 1)
+    return format_table(header, rows, numbers=len(header) - 1)
 
 
 def decode(results: Path) -> str:

@@ -67,6 +67,24 @@ TEST(Plan, ShortItemsOfSixteenRowsOverCodes) {
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "policy"), "by_length");
 }
 
+// Where most sequences may be much shorter than the room, and over int4 where there is much to do in few
+// items.
+TEST(Plan, UnlikeLengthsOverCodesAreSharedOutEvenly) {
+    auto kernel = [](const PagedAttentionArgs& args) { return kind_of(explain(args, "h200")); };
+    EXPECT_EQ(kernel(over_codes({32, 15000})), "split_kv_decode");
+    EXPECT_EQ(kernel(over_codes({32, 16384})), "stream_k_decode");
+    EXPECT_EQ(kernel(over_codes({128, 16384})), "stream_k_decode");
+    EXPECT_EQ(kernel(over_codes({32, 16384, 1})), "split_kv_decode") << "by length";
+    EXPECT_EQ(kernel(over_codes({64, 4096})), "split_kv_decode");
+    EXPECT_EQ(kernel(over_int4({64, 4096})), "stream_k_decode");
+    EXPECT_EQ(kernel(over_int4({64, 2048})), "split_kv_decode") << "a few microseconds count";
+    EXPECT_EQ(kernel(over_int4({64, 4096, 32, 1})), "split_kv_decode") << "many items";
+    EXPECT_EQ(kernel(over_int4({128, 2048})), "split_kv_decode") << "short items";
+    EXPECT_EQ(kernel(over_int4({64, 8192, 1, 8})), "split_kv_decode") << "few items";
+    EXPECT_EQ(kernel(over_int4({64, 4096, 8, 16})), "split_kv_decode") << "two tiles of rows";
+    EXPECT_EQ(kernel(over_int4({64, 4096, 8, 4, 64})), "split_kv_decode") << "head dim 64";
+}
+
 TEST(Plan, CallsOverCodesWithoutOptionsArePlain) {
     const Shape shape{2, 256};
     auto plain = [&](auto change) {

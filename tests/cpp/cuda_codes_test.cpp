@@ -113,6 +113,7 @@ TEST_P(CudaCodesTest, AgreesWithTheCpu) {
             ASSERT_TRUE(cuda::is_plain(coded.params(call.arguments(kOnGpu))));
             call.run_on_cpu();
             call.expect_right(as_chosen);
+            call.expect_right(by_stream_k);
         }
         if (HasFatalFailure()) return;
     }

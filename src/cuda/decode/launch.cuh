@@ -122,11 +122,19 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     run(params, plan, arguments, stream);
 }
 
+template <class T, class Config, bool kPlain>
+void launch_stream_k_kernel(const AttentionParams& params, const StreamKPlan& plan,
+                            const StreamKLaunch& arguments, cudaStream_t stream) {
+    constexpr size_t kSharedBytes = sizeof(StreamKShared<Config>);
+    static_assert(kSharedBytes <= kDecodeSharedBytes);
+    const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
+    launch<stream_k_decode_kernel<T, Config, kPlain>, kSharedBytes>(params.op, params.device.index, stream,
+                                                                    shape, params, arguments);
+}
+
 template <class T, int kHeadDim, int kRowTiles, Codes kCodes>
 void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& plan, cudaStream_t stream) {
     using Config = StreamKConfig<kHeadDim, kRowTiles, kCodes>;
-    constexpr size_t kSharedBytes = sizeof(StreamKShared<Config>);
-    static_assert(kSharedBytes <= kDecodeSharedBytes);
     StreamKLaunch arguments{};
     arguments.group_size = FastDivide::by(params.group_size());
     arguments.pages = PageLayout::of(params, Config::kBlockKeys);
@@ -134,9 +142,13 @@ void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& pl
     arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
     arguments.partial = partial_workspace(params.device.index, stream, plan.workspace_words());
     arguments.partial_words = plan.partial_words;
-    const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
-    launch<stream_k_decode_kernel<T, Config>, kSharedBytes>(params.op, params.device.index, stream, shape,
-                                                            params, arguments);
+    auto run = launch_stream_k_kernel<T, Config, false>;
+    if constexpr (has_plain_calls(kHeadDim, kCodes) && has_four_rows(kRowTiles, kCodes)) {
+        using OfFourRows = typename Config::OfFourRows;
+        if (is_plain(params) && params.seqlen_q * params.group_size() <= OfFourRows::kRows)
+            run = launch_stream_k_kernel<T, OfFourRows, true>;
+    }
+    run(params, plan, arguments, stream);
 }
 
 }  // namespace octavo::cuda

@@ -1,4 +1,4 @@
-// Decode calls without options, for which the split-KV kernel over codes has instances of their own.
+// Decode calls without options, for which the kernels over codes have instances of their own.
 #pragma once
 
 #include "cuda/codes.h"
@@ -6,7 +6,8 @@
 
 namespace octavo::cuda {
 
-// Whether there are such instances. Over 16 bits, reads hide what options cost; head dim 256 has none so far.
+// Whether there are such instances; the stream-K kernel has them for four rows alone. Over 16 bits, reads
+// hide what options cost; head dim 256 has none so far.
 constexpr bool has_plain_calls(int head_dim, Codes codes) { return codes != Codes::none && head_dim <= 128; }
 
 // Whether plain calls whose items have up to four rows have others. Over float8, whose codes have less to be

@@ -13,19 +13,22 @@
 // this code once, at some five clocks per instruction.
 #pragma once
 
+#include "cuda/decode/plain_calls.h"
 #include "cuda/decode/prefetch.cuh"
 #include "cuda/decode/stream_k_combine.cuh"
 #include "cuda/ptx/grid_dependency.h"
 
 namespace octavo::cuda {
 
-template <class T, class Config>
+template <class T, class Config, bool kPlain>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    stream_k_decode_kernel(const __grid_constant__ AttentionParams p,
+    stream_k_decode_kernel(const __grid_constant__ AttentionParams params,
                            const __grid_constant__ StreamKLaunch launch) {
     using Batch = Schedule<Config>;
     constexpr int kStages = Config::kStages;
     extern __shared__ __align__(512) unsigned char stream_k_shared_bytes[];
+    const KnownParams<kPlain> known(params);
+    const AttentionParams& p = known.params;
     auto& shared = *reinterpret_cast<StreamKShared<Config>*>(stream_k_shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int32_t cta = grid_index(launch.partial).x;

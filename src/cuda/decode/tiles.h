@@ -75,17 +75,23 @@ struct DecodeConfig {
     static constexpr int kPartialRow = kHeadDim + 2 * kWarps;
 };
 
-// The warps of a CTA of the stream-K kernel. With two tiles of rows a warp takes so long that four of them do
-// not draw an SM's share of the bandwidth. For head dim 512, only two warps have room for a second block
-// besides their queries and partial results.
-constexpr int stream_k_warps(int head_dim, int row_tiles) {
+// The warps of a CTA of the stream-K kernel, an even number, so that partial results begin on 16 bytes. With
+// two tiles of rows a warp takes so long that four of them do not draw an SM's share of the bandwidth. For
+// head dim 512, only two warps have room for a second block besides their queries and partial results. Over
+// codes, where computing limits a warp, there are as many as have room for that and registers.
+constexpr int stream_k_warps(int head_dim, int row_tiles, Codes codes) {
+    const bool has_small_blocks = codes == Codes::int4 || (codes != Codes::none && head_dim == 64);
+    if (has_small_blocks) return head_dim > 128 ? 6 : row_tiles == 2 ? 8 : 12;
     return row_tiles == 2 ? 6 : head_dim > 256 ? 2 : decode_warps(head_dim, row_tiles);
 }
 
 // The configuration of the stream-K kernel, with one CTA on each SM.
-template <int kHeadDim, int kRowTiles, Codes kCodes>
-struct StreamKConfig : DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles), kCodes> {
-    using Base = DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles), kCodes>;
+template <int kHeadDim, int kRowTiles, Codes kCodes, bool kFourRows = false>
+struct StreamKConfig
+    : DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles, kCodes), kCodes, kFourRows> {
+    using Base =
+        DecodeConfig<kHeadDim, kRowTiles, stream_k_warps(kHeadDim, kRowTiles, kCodes), kCodes, kFourRows>;
+    using OfFourRows = StreamKConfig<kHeadDim, kRowTiles, kCodes, true>;
     // Blocks that a warp has in flight: up to 144 KB per SM, three times as much as HBM's latency requires,
     // but no more than fit besides the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;

@@ -45,14 +45,17 @@ def _70b_tp8(name: str, batch: int, length: int) -> Case:
     return _decode(name, batch, length, num_q_heads=8, num_kv_heads=1)
 
 
+UNIFORM64: tuple[int, ...] = tuple(np.random.default_rng(1).integers(1, 4097, 64).tolist())
+RAGGED64 = _ragged(seed=222, sigma=0.8, batch=64, total=108637)
+
+
 def _with_room(kind: str, **options: Any) -> tuple[Case, ...]:
     """Page tables with room for 128 Ki keys, of which the host knows no more, as where steps are captured."""
-    uniform = np.random.default_rng(1).integers(1, 4097, 64)
     options |= {"room": 131072}
     return (
         _decode(f"{kind}room_b8_s4096", 8, 4096, **options),
         _decode(f"{kind}room_b32_s2048", 32, 2048, **options),
-        _8b(f"{kind}room_uniform64", tuple(uniform.tolist()), **options),
+        _8b(f"{kind}room_uniform64", UNIFORM64, **options),
         _8b(f"{kind}room_heavy_tail64", _heavy_tailed(seed=0, batch=64, longest=32768), **options),
     )
 
@@ -73,7 +76,7 @@ DECODE_TABLE = (
     _70b_tp8("70btp8_b1_s8192", 1, 8192),
     _70b_tp8("70btp8_b64_s8192", 64, 8192),
     _70b_tp8("70btp8_b256_s1024", 256, 1024),
-    _8b("8b_ragged64", _ragged(seed=222, sigma=0.8, batch=64, total=108637)),
+    _8b("8b_ragged64", RAGGED64),
     _decode("8b_fp8_b1_s8192", 1, 8192, kv_dtype="float8_e4m3fn"),
     _decode("8b_fp8_b32_s2048", 32, 2048, kv_dtype="float8_e4m3fn"),
     _decode("8b_fp8_b64_s4096", 64, 4096, kv_dtype="float8_e4m3fn"),
@@ -111,7 +114,9 @@ DECODE_EXTRA = (
 
 
 def _quantised(kind: str, kv_dtype: str) -> tuple[Case, ...]:
-    """The shapes for which caches of codes have goals; of 8 bits also with the tokens of a page outside."""
+    """The shapes for which caches of codes have goals, of 8 bits also with the tokens of a page outside, and
+    batches of unlike lengths.
+    """
 
     def row(shape: str, batch: int, length: int, **heads: Any) -> Case:
         return _decode(f"{kind}_{shape}", batch, length, kv_dtype=kv_dtype, **{"head_major": True, **heads})
@@ -124,6 +129,8 @@ def _quantised(kind: str, kv_dtype: str) -> tuple[Case, ...]:
         row("mha_b64_s4096", 64, 4096, num_kv_heads=32),
         row("70btp8_b64_s8192", 64, 8192, num_q_heads=8, num_kv_heads=1),
         row("dim64_b32_s4096", 32, 4096, head_dim=64),
+        _8b(f"{kind}_uniform64", UNIFORM64, kv_dtype=kv_dtype, head_major=True),
+        _8b(f"{kind}_ragged64", RAGGED64, kv_dtype=kv_dtype, head_major=True),
     )
     if kind not in ("fp8", "int8"):
         return rows
