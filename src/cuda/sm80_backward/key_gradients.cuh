@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const int32_t first_tile = queries.begin / kQueries;
     const int32_t num_tiles = (queries.end + kQueries - 1) / kQueries - first_tile;
     const int32_t num_steps = queries.begin < queries.end ? group_size * num_tiles : 0;
-    const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
+    const int64_t first_q_row = p.first_token(tile.batch);
 
     // With a block mask: which blocks are kept in a step, and the first step from `step` on whose queries
     // look at some of the keys.
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
                         plan.q_aligned},
             first, p.head_dim, is_read);
         const int64_t dout_begin =
-            p.cu_seqlens_q ? int64_t{first_q_row} * p.dout_strides.token : tile.batch * p.dout_strides.batch;
+            p.cu_seqlens_q ? first_q_row * p.dout_strides.token : tile.batch * p.dout_strides.batch;
         load_tile<T, Config, kQueries>(
             shared.dout[stage],
             RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     if (num_queries <= 0) return;
     const int32_t head = blockIdx.y, kv_head = head / p.group_size();
     const KeyTiles tiles(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + num_queries - 1), kKeys);
-    const int32_t first_q_row = p.cu_seqlens_q ? p.cu_seqlens_q[tile.batch] : tile.batch * p.seqlen_q;
+    const int64_t first_q_row = p.first_token(tile.batch);
 
     // With a block mask: which tiles some of the queries look at.
     const auto kept_at = [&] {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
                         plan.q_aligned},
             first_query, p.head_dim, is_read);
         const int64_t dout_begin =
-            p.cu_seqlens_q ? int64_t{first_q_row} * p.dout_strides.token : tile.batch * p.dout_strides.batch;
+            p.cu_seqlens_q ? first_q_row * p.dout_strides.token : tile.batch * p.dout_strides.batch;
         load_tile<T, Config, Config::kRows>(
             shared.dout,
             RowArray<T>{static_cast<const T*>(p.dout) + dout_begin + head * p.dout_strides.head,
@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     }
     const int32_t warp_queries = num_queries - warp_row;
     if (warp_queries <= 0) return;
-    const int64_t begin =
-        p.cu_seqlens_q ? int64_t{first_q_row} * p.dq_strides.token : tile.batch * p.dq_strides.batch;
+    const int64_t begin = p.cu_seqlens_q ? first_q_row * p.dq_strides.token : tile.batch * p.dq_strides.batch;
     T* const target = static_cast<T*>(p.dq) + begin + (first_query + warp_row) * p.dq_strides.token +
                       head * p.dq_strides.head;
     __syncwarp();
