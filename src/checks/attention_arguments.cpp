@@ -253,7 +253,9 @@ void set_ranges(const Checker& check, AttentionParams& p, const Args& args) {
     }
     const int64_t count = given.shape[1];
     check.length("num_ranges", 2 * count);
-    if ((count > 1 && given.strides[1] != 2) || (p.batch > 1 && given.strides[0] != 2 * count)) {
+    const bool has_gaps =
+        (count > 1 && given.strides[1] != 2) || (p.batch > 1 && given.strides[0] != 2 * count);
+    if (has_gaps && given.size() > 0) {
         fail<ValueError>(p.op, "bidirectional_ranges must be in C order; got strides ",
                          given.strides_string());
     }

@@ -339,6 +339,21 @@ def test_errors(ranges: Any, error: type[Exception], message: str) -> None:
         octavo.paged_attention(*PAGED, bidirectional_ranges=ranges)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_ranges_of_nothing(batch: int, count: int) -> None:
+    """An empty array of NumPy has strides of 0."""
+    ranges = np.zeros((batch, count, 2), np.int32)
+    options: dict[str, Any] = {"causal": True, "bidirectional_ranges": ranges}
+    q, k = Q[:batch], K[:batch]
+    out, lse = octavo.attention(q, k, k, return_lse=True, **options)
+    assert out.shape == q.shape
+    gradients = octavo.attention_backward(q, q, k, k, out, lse, **options)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, k.shape]
+    paged = (q[:, 0], K, K, *(x[:batch] for x in PAGED[3:]))
+    assert octavo.paged_attention(*paged, bidirectional_ranges=ranges).shape == q[:, 0].shape
+
+
 def test_what_does_not_go_together() -> None:
     ranges = np.zeros((2, 1, 2), np.int32)
     with pytest.raises(ValueError, match="ranges_keep_window_left needs bidirectional_ranges; got none"):
