@@ -66,7 +66,7 @@ CACHE = ("k_pages", "v_pages", "k_scales", "v_scales")
 _OF_ALL_TOKENS = frozenset({"k_scale_array", "v_scale_array", "k_channel_offset", "k_channel_scale"})
 _TABLES = frozenset({"rotary_cos", "rotary_sin"})
 _OF_HEADS = frozenset({"softmax_phi_array", "sinks"})
-_ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | _OF_HEADS | {"w", "bias", "weight"}
+_ONE_A_CALL = _OF_ALL_TOKENS | _TABLES | _OF_HEADS | {"w", "bias", "norm_weight", "weight"}
 """Arrays of which a call has one, however many things it works on."""
 
 

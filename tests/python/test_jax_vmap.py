@@ -63,6 +63,21 @@ def test_vmap(call, which):
             )  # num_splits=None may depend on the batch
 
 
+LAYERS = [i for i, (name, _, _) in enumerate(make_calls()) if name in ("linear", "rms_norm")]
+
+
+@pytest.mark.parametrize("call", LAYERS)
+def test_vmap_of_one_array_of_a_layer(call):
+    """Of some arrays an element of the axis has its own in a call of its own."""
+    for mapped in make_calls()[call][1]:
+        name, options, each, stacked = stack(call, 3, [mapped])
+        axes = {key: 0 if key == mapped else None for key in stacked}
+        results = jax.vmap(lambda arrays: run(name, arrays, options), in_axes=(axes,))(stacked)  # noqa: B023
+        for i, arrays in enumerate(each):
+            for x, y in zip(results, run(name, arrays, options), strict=True):
+                np.testing.assert_allclose(x[i], y, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("mapped", ["all", "to", "copies"])
 def test_vmap_of_copies_to_another_cache(mapped):
     """With numbers of pages of their own."""
