@@ -107,7 +107,13 @@ def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, ou
         return array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
 
     def silu(sums: Any) -> Any:
-        return sums / (1 + cupy.exp(-sums))
+        numbers = sums.astype(cupy.float32)  # in float16 exp(-sums) would pass the largest number
+        return (numbers / (1 + cupy.exp(-numbers))).astype(sums.dtype)
+
+    def gelu(sums: Any) -> Any:
+        numbers = sums.astype(cupy.float32)
+        erf = import_module("cupyx.scipy.special").erf(numbers * 0.5**0.5)
+        return (numbers * (1 + erf) / 2).astype(sums.dtype)
 
     if x.dtype.kind == "f":
         result = cupy.matmul(x, own(w).T)
@@ -118,7 +124,7 @@ def by_cupy(x: Any, w: Any, bias: Any, activation: str | None, residual: Any, ou
     if activation == "silu":
         result = silu(result)
     elif activation == "gelu":
-        result = result * (1 + import_module("cupyx.scipy.special").erf(result * 0.5**0.5)) / 2
+        result = gelu(result)
     elif activation == "silu_gate":
         gate, up = cupy.split(result, 2, axis=-1)
         result = silu(gate) * up

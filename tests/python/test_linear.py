@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 import octavo
 from octavo import _linear_on_cuda
-from support.linear import ACTIVATIONS, Problem, activate
+from support.linear import ACTIVATIONS, Problem, activate, erfc
 from support.oracle import NUMPY_DTYPES
 from support.targets import Target, cpu_target, every_target, writable_target
 
@@ -400,6 +402,23 @@ def test_autocast_changes_no_dtype() -> None:
     x, w = torch.ones(3, 8), torch.ones(5, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert _linear_on_cuda.by_torch(x, w, None, None, None).dtype == torch.float32
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_cupy_computes_on_a_gpu(
+    dtype: str, activation: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NumPy in place of CuPy, whose functions are called alike. Of float16 CuPy's erf makes float32."""
+    ufuncs = SimpleNamespace(erf=lambda x: 1 - erfc(x).astype(np.float32))
+    monkeypatch.setitem(sys.modules, "cupy", np)
+    monkeypatch.setitem(sys.modules, "cupyx.scipy.special", ufuncs)  # type: ignore[arg-type]
+    numbers = np.array([[2.0, 0.5], [-12.0, 1.0], [-600.0, 2.0], [30.0, -1.0]])
+    x, w = np.array([[1.0, 0.0]], dtype), numbers.astype(dtype)
+    with np.errstate(over="ignore"):
+        result = _linear_on_cuda.by_cupy(x, w, None, activation, None)
+    assert result.dtype == dtype
+    np.testing.assert_allclose(result, activate(numbers[None, :, 0], activation), rtol=2e-3, atol=1e-6)
 
 
 def test_arrays_without_a_product_on_a_gpu() -> None:
