@@ -54,8 +54,9 @@ def _array(name: str, given: ArrayLike, wanted: str, kinds: str) -> NDArray[Any]
 
     try:
         array = np.asarray(given)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{_OPERATOR}: {name} must be an array of {wanted}: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's, where a tensor requires gradients
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{_OPERATOR}: {name} must be an array of {wanted}: {error}") from None
     if array.dtype.kind not in kinds and array.size > 0:
         raise TypeError(f"{_OPERATOR}: {name} must be of {wanted}; got {array.dtype}")
     return array

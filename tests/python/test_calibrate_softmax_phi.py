@@ -164,6 +164,23 @@ def test_what_numpy_does_not_read_as_numbers(
         octavo.calibrate_softmax_phi(lse, seq_lens, "float16")
 
 
+def test_tensors_that_numpy_does_not_read() -> None:
+    torch = pytest.importorskip("torch")
+    lse, lengths = torch.zeros(3, 2), torch.ones(3)
+    message = "calibrate_softmax_phi: lse must be an array of numbers: Can't call numpy"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        octavo.calibrate_softmax_phi(lse.requires_grad_(), 5, "float16")
+    message = "calibrate_softmax_phi: seq_lens must be an array of integers: Can't call numpy"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        octavo.calibrate_softmax_phi(lse.detach(), lengths.requires_grad_(), "float16")
+
+
+def test_arrays_that_jax_traces() -> None:
+    jax = pytest.importorskip("jax")
+    with pytest.raises(TypeError, match=r"^calibrate_softmax_phi: lse must be an array of numbers: "):
+        jax.jit(lambda lse: octavo.calibrate_softmax_phi(lse, 5, "float16"))(np.zeros((3, 2), np.float32))
+
+
 @every_dtype
 def test_of_calls(dtype: str) -> None:
     """From the log-sum-exps of ordinary calls: the maxima of their rows lie in the window."""
