@@ -81,8 +81,8 @@ def linear_plan(
         The plan.
 
     Raises:
-        ValueError: a length below 0, an unknown device, dtype or activation, or the CPU as device, where one
-            kernel computes all.
+        ValueError: a length below 0 or above 2^30, an unknown device, dtype or activation, or the CPU as
+            device, where one kernel computes all.
         TypeError: an argument of another type; batch_invariant for float32, of which there is no kernel.
         RuntimeError: there is no GPU here, and none was named.
     """

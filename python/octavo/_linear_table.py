@@ -99,4 +99,4 @@ def linear_table(device: str | None = None) -> LinearTable:
     rows = tuple(
         LinearTableRow(n, k, m, linear_plan(m, n, k, dtype, where)) for dtype, n, k, m in sorted(keys)
     )
-    return LinearTable(where, rows, sources, _core.linear_most_rows(where))
+    return LinearTable(where, rows, sources, _core.linear_most_rows(where, "linear_table"))

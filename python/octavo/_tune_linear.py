@@ -112,7 +112,7 @@ def tune_linear(
     if not where.startswith("cuda:"):
         raise ValueError(f"tune_linear: device must be a GPU of this machine, such as cuda:0; got {where}")
     problems = _problems(shapes, dtype, rows)
-    _core.linear_most_rows(where)  # refuses a device that is not there
+    _core.linear_most_rows(where, "tune_linear")  # refuses a device that is not there
     return tune(problems, where, _find_measure(where), save=save)
 
 

@@ -218,11 +218,13 @@ void bind_linear_plans(nb::module_& m) {
           "whether the library is faster.");
     m.def(
         "linear_most_rows",
-        [](const std::string& device) {
-            return cuda::most_rows_without_table(gpu_argument("linear_table", device));
+        [](const std::string& device, const std::string& op) {
+            return cuda::most_rows_without_table(gpu_argument(op.c_str(), device));
         },
-        nb::arg("device"), nb::sig("def linear_most_rows(device: str) -> int"),
-        "The most rows of x for which a kernel of Octavo is the faster one where no table says which it is.");
+        nb::arg("device"), nb::arg("operator"),
+        nb::sig("def linear_most_rows(device: str, operator: str) -> int"),
+        "The most rows of x for which a kernel of Octavo is the faster one where no table says which it is. "
+        "Errors name the operator.");
     m.def(
         "memory_gb_per_s",
         [](const std::string& device) { return gpu_argument("linear_table", device).memory_gb_per_s; },

@@ -96,8 +96,9 @@ int64_t linear_width(const LinearArgs& args) {
     return args.activation == Activation::silu_gate ? args.w.shape[0] / 2 : args.w.shape[0];
 }
 
-LinearParams check_linear(const LinearArgs& args) {
-    constexpr const char* op = "linear";
+LinearParams check_linear(const LinearArgs& args) { return check_linear_for("linear", args); }
+
+LinearParams check_linear_for(const char* op, const LinearArgs& args) {
     LinearParams p{};
     p.device = args.x.device;
     p.dtype = args.x.dtype;

@@ -30,6 +30,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args);
 MergeStatesParams check_merge_states(const MergeStatesArgs& args);
 AttentionBackwardParams check_attention_backward(const AttentionBackwardArgs& args);
 LinearParams check_linear(const LinearArgs& args);
+LinearParams check_linear_for(const char* op, const LinearArgs& args);  // in the name of another operator
 RmsNormParams check_rms_norm(const RmsNormArgs& args);
 LatentAttentionParams check_latent_attention(const LatentAttentionArgs& args);
 

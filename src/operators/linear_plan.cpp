@@ -1,4 +1,5 @@
 // linear_plan(), which makes the plan of a call without its arrays.
+#include "checks/check.h"
 #include "checks/checks.h"
 #include "common/fail.h"
 #include "cuda/linear/plan.h"
@@ -49,24 +50,27 @@ LinearPlan linear_plan(int64_t num_rows, int64_t w_rows, int64_t depth, DType dt
                        const std::string& device, std::optional<Activation> activation,
                        bool batch_invariant) {
     constexpr const char* op = "linear_plan";
-    for (const auto& [name, length] :
-         {std::pair{"M", num_rows}, std::pair{"N", w_rows}, std::pair{"K", depth}}) {
-        if (length < 0) fail<ValueError>(op, name, " must be at least 0; got ", length);
-    }
+    const Device meta{DeviceType::meta, 0};
+    const Checker check(op, meta);
+    check.length("M", num_rows);
+    check.length("N", w_rows);
+    check.length("K", depth);
     const cuda::Gpu* const gpu = find_device(op, device.empty() ? "cuda:0" : device);
     if (!gpu) fail<ValueError>(op, "device must be a GPU; on the CPU one kernel computes all products");
     LinearArgs args;
-    uintptr_t address = 0;
-    auto array = [&](int64_t rows, int64_t columns) {
-        void* const data = reinterpret_cast<void*>(address += uintptr_t{1} << 52);
-        return TensorView(data, dtype, {rows, columns}, {DeviceType::meta, 0});
+    constexpr uintptr_t kAlignment = 256;
+    uintptr_t address = kAlignment;
+    auto array = [&](int64_t rows, int64_t columns) {  // behind the one before
+        const TensorView view(reinterpret_cast<void*>(address), dtype, {rows, columns}, meta);
+        address = (bytes_of(view).end / kAlignment + 1) * kAlignment;
+        return view;
     };
     args.x = array(num_rows, depth);
     args.w = array(w_rows, depth);
     args.activation = activation;
     args.batch_invariant = batch_invariant;
     args.out = array(num_rows, linear_width(args));
-    const LinearParams params = check_linear(args);
+    const LinearParams params = check_linear_for(op, args);
     const std::string why_not = why_refused_on_cuda(params);
     if (!why_not.empty()) fail<TypeError>(op, why_not);
     return cuda::public_plan(params, *gpu);

@@ -60,6 +60,13 @@ def test_library() -> None:
         assert (plan.kernel, plan.source) == ("sm90_flat", "estimated")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_largest_products(dtype: str) -> None:
+    most = 2**30
+    for m, n, k in ((most, most, most), (1, most, most), (most, 8, 8)):
+        assert octavo.linear_plan(m, n, k, dtype, "h100").dtype == dtype
+
+
 def test_invariant_plans_add_up_in_one_order() -> None:
     plans = [
         octavo.linear_plan(rows, 8192, 1024, "float16", "h100", batch_invariant=True)
@@ -100,8 +107,17 @@ def test_what_linear_plan_says_is_what_explain_says() -> None:
     ("arguments", "error", "message"),
     [
         ((1.5, 8, 8, "float16", "h100"), TypeError, "linear_plan: M must be an int; got float"),
-        ((1, -1, 8, "float16", "h100"), ValueError, "linear_plan: N must be at least 0; got -1"),
-        ((1, 8, 2**40, "float16", "h100"), ValueError, "K"),
+        ((1, -1, 8, "float16", "h100"), ValueError, r"^linear_plan: N must lie in \[0, 1073741824\]; got -1"),
+        (
+            (2**60, 8, 8, "float16", "h100"),
+            ValueError,
+            r"^linear_plan: M must lie in \[0, 1073741824\]; got 1152921504606846976",
+        ),
+        (
+            (1, 8, 2**30 + 1, "float16", "h100"),
+            ValueError,
+            r"^linear_plan: K must lie in \[0, 1073741824\]; got 1073741825",
+        ),
         ((1, 8, 8, "float17", "h100"), ValueError, "dtype must be float32, float16 or bfloat16; got float17"),
         ((1, 8, 8, 16, "h100"), ValueError, "linear_plan: dtype"),
         (
@@ -123,7 +139,8 @@ def test_refusals_of_linear_plan(arguments: Any, error: type[Exception], message
 def test_further_refusals_of_linear_plan() -> None:
     with pytest.raises(ValueError, match="activation must be silu, gelu, silu_gate or None; got relu"):
         octavo.linear_plan(1, 8, 8, "float16", "h100", activation="relu")
-    with pytest.raises(ValueError, match="even number of rows with activation silu_gate; got 7"):
+    message = "^linear_plan: w must have an even number of rows with activation silu_gate; got 7"
+    with pytest.raises(ValueError, match=message):
         octavo.linear_plan(1, 7, 8, "float16", "h100", activation="silu_gate")
     with pytest.raises(TypeError, match="batch_invariant=True needs a kernel of Octavo's"):
         octavo.linear_plan(1, 8, 8, "float32", "h100", batch_invariant=True)
@@ -131,8 +148,12 @@ def test_further_refusals_of_linear_plan() -> None:
 
 @pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
 def test_without_a_gpu_one_must_be_named() -> None:
-    for call in (lambda: octavo.linear_plan(1, 8, 8, "float16"), octavo.linear_table):
-        with pytest.raises(RuntimeError, match="there is no cuda:0 here: "):
+    calls = {
+        "linear_plan": lambda: octavo.linear_plan(1, 8, 8, "float16"),
+        "linear_table": octavo.linear_table,
+    }
+    for operator, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"^{operator}: there is no cuda:0 here: "):
             call()
 
 

@@ -311,7 +311,7 @@ def test_rows_may_come_from_a_generator() -> None:
 
 @pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
 def test_there_must_be_a_gpu() -> None:
-    with pytest.raises(RuntimeError, match="there is no cuda:0 here: "):
+    with pytest.raises(RuntimeError, match=r"^tune_linear: there is no cuda:0 here: "):
         octavo.tune_linear([(8, 8)], dtype="float16")
 
 
