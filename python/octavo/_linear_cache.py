@@ -64,6 +64,7 @@ def gpu_name(device: str) -> str:
 
 
 def path_of(gpu: str) -> Path:
+    """Where the file of a GPU is. Raises RuntimeError where that is a home folder that there is not."""
     folder = os.environ.get("OCTAVO_CACHE")
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     return (Path(folder) if folder else Path.home() / ".cache" / "octavo") / f"linear-{name}.json"

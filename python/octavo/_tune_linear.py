@@ -106,7 +106,8 @@ def tune_linear(
         ValueError: a length below 1, a K that is no multiple of 8, another dtype or device.
         TypeError: an argument of another type.
         RuntimeError: there is no GPU here, or neither PyTorch nor CuPy to measure with.
-        OSError: the file cannot be written; the table is in force all the same.
+        OSError: there is neither a home folder nor ``OCTAVO_CACHE`` to save the table in, and nothing was
+            measured; or the file cannot be written, and the table is in force all the same.
     """
     where = device_name("tune_linear", device)
     if not where.startswith("cuda:"):
@@ -119,6 +120,7 @@ def tune_linear(
 def tune(problems: Sequence[Problem], device: str, measure: Measure, *, save: bool) -> LinearTable:
     """``tune_linear`` with its arguments checked, and what takes the times."""
     gpu = _linear_cache.gpu_name(device)
+    path = _path_to_save(gpu) if save else None  # refused before measuring, which takes minutes
     best: dict[str, list[Row]] = {}
     read_gb_per_s = 0.0
     with _progress(len(problems)) as advance:
@@ -134,8 +136,7 @@ def tune(problems: Sequence[Problem], device: str, measure: Measure, *, save: bo
     for dtype, rows in best.items():
         tuned = tuned.with_rows(dtype, rows)
     _linear_cache.put_in_force(device, tuned)
-    if save:
-        path = _linear_cache.path_of(gpu)
+    if path is not None:
         saved = _linear_cache.read(path)  # another process may have written more since
         if saved is not None:
             merged = replace(tuned, rows=saved.rows)
@@ -144,6 +145,16 @@ def tune(problems: Sequence[Problem], device: str, measure: Measure, *, save: bo
             tuned = merged
         _linear_cache.write(path, tuned)
     return linear_table(device)
+
+
+def _path_to_save(gpu: str) -> Path:
+    try:
+        return _linear_cache.path_of(gpu)
+    except RuntimeError as error:
+        raise OSError(
+            "tune_linear: save=True needs a home folder, or one that the environment variable OCTAVO_CACHE "
+            f"names: set OCTAVO_CACHE; got neither ({error})"
+        ) from None
 
 
 def _listed(what: str, given: Iterable[_Item], wanted: str) -> list[_Item]:

@@ -242,6 +242,21 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert _linear_cache.path_of("h100") == tmp_path / ".cache" / "octavo" / "linear-h100.json"
 
 
+def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("OCTAVO_CACHE")
+    monkeypatch.setattr(Path, "home", refuse)
+    _linear_cache.load(DEVICE)  # has nothing to load
+    measure = Measure()
+    with pytest.raises(OSError, match=r"^tune_linear: save=True needs a home folder, .*: set OCTAVO"):
+        _tune_linear.tune([PROBLEM], DEVICE, measure, save=True)
+    assert not measure.calls
+    tune(save=False)
+    assert plan(8) == WANTED
+
+
 def test_all_threads_notice() -> None:
     """Each remembers what it chose until a table changes."""
     results: list[list[LinearPlan]] = []
