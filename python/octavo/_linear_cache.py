@@ -70,8 +70,8 @@ def path_of(gpu: str) -> Path:
     return (Path(folder) if folder else Path.home() / ".cache" / "octavo") / f"linear-{name}.json"
 
 
-def read(path: Path) -> Tuned | None:
-    """What the file holds; nothing, with a warning, if it is of other kernels or broken."""
+def read(path: Path, device: str) -> Tuned | None:
+    """What the file holds for a device; nothing, with a warning, if it is of other kernels or broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["kernels"] != _core.LINEAR_KERNELS:
@@ -92,11 +92,13 @@ def read(path: Path) -> Tuned | None:
             kind = int if name == "read_gb_per_s" else str
             if type(value) is not kind:
                 raise TypeError(f"{name} must be {kind.__name__}; got {value!r}")
+        for dtype, of_dtype in rows.items():
+            _core.check_tuned_linear(device, dtype, list(of_dtype))
         return Tuned(**header, rows=rows)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        _warn_broken(path, error)
+        _warn(f"{path} cannot be used ({type(error).__name__}: {error}): {_TUNE_AGAIN}")
         return None
 
 
@@ -126,21 +128,13 @@ def load(device: str) -> None:
         path = path_of(gpu_name(device))
     except RuntimeError:  # there is no home folder
         return
-    tuned = read(path)
-    if tuned is None:
-        return
-    try:
+    tuned = read(path, device)
+    if tuned is not None:
         put_in_force(device, tuned)
-    except (ValueError, TypeError) as error:
-        _warn_broken(path, error)
 
 
 def _named(row: Sequence[object]) -> dict[str, object]:
     return dict(zip(_ROW_KEYS, row, strict=True))
-
-
-def _warn_broken(path: Path, error: Exception) -> None:
-    _warn(f"{path} cannot be used ({type(error).__name__}: {error}): {_TUNE_AGAIN}")
 
 
 def _warn(message: str) -> None:

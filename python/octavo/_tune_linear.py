@@ -137,7 +137,7 @@ def tune(problems: Sequence[Problem], device: str, measure: Measure, *, save: bo
         tuned = tuned.with_rows(dtype, rows)
     _linear_cache.put_in_force(device, tuned)
     if path is not None:
-        saved = _linear_cache.read(path)  # another process may have written more since
+        saved = _linear_cache.read(path, device)  # another process may have written more since
         if saved is not None:
             merged = replace(tuned, rows=saved.rows)
             for dtype, own in tuned.rows.items():

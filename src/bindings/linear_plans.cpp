@@ -135,14 +135,19 @@ bool is_candidate(const cuda::LinearTableRow& row, DType dtype, const cuda::Gpu&
     return false;
 }
 
-void set_tuned_linear(const std::string& device, nb::handle dtype, nb::list rows) {
+// What set_tuned_linear() is given, checked.
+struct TunedRows {
+    const cuda::Gpu* gpu;
+    DType dtype;
+    std::vector<cuda::LinearTableRow> rows;
+};
+
+TunedRows tuned_rows(const std::string& device, nb::handle dtype, nb::list rows) {
     constexpr const char* op = "tune_linear";
-    const cuda::Gpu* const gpu = find_device(op, device);
-    if (!gpu) fail<ValueError>(op, "device must be a GPU; got ", device);
-    const auto of_dtype = float_dtype(op, dtype);
-    if (of_dtype != DType::float16 && of_dtype != DType::bfloat16)
-        fail<ValueError>(op, "dtype must be float16 or bfloat16; got ", to_string(of_dtype));
-    std::vector<cuda::LinearTableRow> all;
+    TunedRows tuned{find_device(op, device), float_dtype(op, dtype), {}};
+    if (!tuned.gpu) fail<ValueError>(op, "device must be a GPU; got ", device);
+    if (tuned.dtype != DType::float16 && tuned.dtype != DType::bfloat16)
+        fail<ValueError>(op, "dtype must be float16 or bfloat16; got ", to_string(tuned.dtype));
     for (nb::handle given : rows) {
         const nb::tuple row(given);
         cuda::LinearTableRow to{};
@@ -154,14 +159,23 @@ void set_tuned_linear(const std::string& device, nb::handle dtype, nb::list rows
         to.splits = int32_argument(op, "splits", row[5]);
         to.ctas_per_sm = int32_argument(op, "ctas_per_sm", row[6]);
         to.library_is_faster = bool_argument(op, "library_is_faster", row[7]);
-        if (!is_candidate(to, of_dtype, *gpu)) {
+        if (!is_candidate(to, tuned.dtype, *tuned.gpu)) {
             fail<ValueError>(op, "no kernel computes ", to.num_rows, " rows for [", to.w_rows, ", ", to.depth,
                              "] as ", to_string(to.kernel), " with w_rows ", to.tile_w_rows, ", splits ",
                              to.splits, " and ctas_per_sm ", to.ctas_per_sm);
         }
-        all.push_back(to);
+        tuned.rows.push_back(to);
     }
-    cuda::set_tuned_rows(*gpu, of_dtype, std::move(all));
+    return tuned;
+}
+
+void check_tuned_linear(const std::string& device, nb::handle dtype, nb::list rows) {
+    tuned_rows(device, dtype, rows);
+}
+
+void set_tuned_linear(const std::string& device, nb::handle dtype, nb::list rows) {
+    TunedRows tuned = tuned_rows(device, dtype, rows);
+    cuda::set_tuned_rows(*tuned.gpu, tuned.dtype, std::move(tuned.rows));
 }
 
 }  // namespace
@@ -230,6 +244,10 @@ void bind_linear_plans(nb::module_& m) {
         [](const std::string& device) { return gpu_argument("linear_table", device).memory_gb_per_s; },
         nb::arg("device"), nb::sig("def memory_gb_per_s(device: str) -> int"),
         "What the memory of a GPU could transfer by its clock and width, in GB/s.");
+    m.def("check_tuned_linear", &check_tuned_linear, nb::arg("device"), nb::arg("dtype"), nb::arg("rows"),
+          nb::sig(
+              "def check_tuned_linear(device: str, dtype: str, rows: list[tuple[typing.Any, ...]]) -> None"),
+          "Refuse what set_tuned_linear would refuse.");
     m.def(
         "set_tuned_linear", &set_tuned_linear, nb::arg("device"), nb::arg("dtype"), nb::arg("rows"),
         nb::sig("def set_tuned_linear(device: str, dtype: str, rows: list[tuple[typing.Any, ...]]) -> None"),

@@ -26,9 +26,7 @@ def untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
     """A folder of this test's own; what it tunes is forgotten."""
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "cache"
-    for dtype in ("float16", "bfloat16"):
-        _core.set_tuned_linear(DEVICE, dtype, [])
-    _linear_cache._in_force.clear()
+    forget()
 
 
 class Measure:
@@ -121,9 +119,7 @@ def test_a_later_process_reads_the_file(untuned: Path) -> None:
     tune(Problem(128, 64, 1, "float16"), wanted=LinearPlan("sm90_flat", "float16", 16, 8, 1, 1))
     assert [path.name for path in untuned.iterdir()] == ["linear-h100.json"]  # and nothing unfinished
     expected = octavo.linear_table(DEVICE)
-    for dtype in ("float16", "bfloat16"):
-        _core.set_tuned_linear(DEVICE, dtype, [])
-    _linear_cache._in_force.clear()
+    forget()
     assert plan(8).source == "measured"
     _linear_cache.load(DEVICE)
     assert octavo.linear_table(DEVICE) == expected
@@ -157,6 +153,13 @@ def test_a_failed_write_leaves_the_file(untuned: Path, monkeypatch: pytest.Monke
     assert [path.read_text() for path in untuned.iterdir()] == [before]
 
 
+def forget() -> None:
+    """Be as a new process is."""
+    for dtype in ("float16", "bfloat16"):
+        _core.set_tuned_linear(DEVICE, dtype, [])
+    _linear_cache._in_force.clear()
+
+
 def load_file(content: str) -> None:
     path = _linear_cache.path_of(DEVICE)
     path.parent.mkdir(exist_ok=True)
@@ -182,7 +185,7 @@ def broken(**row: object) -> str:
     return json.dumps({**head, "read_gb_per_s": 1, "rows": {"bfloat16": [full]}})
 
 
-@pytest.mark.parametrize(
+every_broken_file = pytest.mark.parametrize(
     "content",
     [
         "",
@@ -198,6 +201,8 @@ def broken(**row: object) -> str:
         broken(kernel="sm99"),
         broken(M=0),
         broken(N=2**36),
+        broken(N=2**70),
+        broken(N="64"),
         "[" * 100000,
         broken().replace('"1"', "1"),
         broken(library_is_faster=3),
@@ -205,10 +210,37 @@ def broken(**row: object) -> str:
         broken().replace("[{", "[7, {"),
     ],
 )
+CANNOT_BE_USED = r"linear-h100.json cannot be used \(.*octavo.tune_linear"
+
+
+@every_broken_file
 def test_a_broken_file_warns(content: str) -> None:
-    with pytest.warns(RuntimeWarning, match=r"linear-h100.json cannot be used \(.*octavo.tune_linear"):
+    with pytest.warns(RuntimeWarning, match=CANNOT_BE_USED):
         load_file(content)
     assert plan(8, 64, 64).source == "estimated"
+
+
+@every_broken_file
+def test_a_broken_file_is_replaced(content: str, recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.warns(RuntimeWarning, match=CANNOT_BE_USED):
+        load_file(content)
+    with pytest.warns(RuntimeWarning, match=CANNOT_BE_USED):
+        tune()
+    forget()
+    recwarn.clear()
+    _linear_cache.load(DEVICE)
+    assert plan(8) == WANTED and not recwarn.list
+
+
+def test_nothing_of_a_broken_file_is_in_force() -> None:
+    """Neither what lies before the row that is wrong nor what lies behind it."""
+    content = json.loads(broken())
+    (right,) = content["rows"]["bfloat16"]
+    wrong = {**right, "splits": 3}
+    for rows in ({"bfloat16": [right], "float16": [wrong]}, {"float16": [wrong], "bfloat16": [right]}):
+        with pytest.warns(RuntimeWarning, match=CANNOT_BE_USED):
+            load_file(json.dumps({**content, "rows": rows}))
+        assert plan(8, 64, 64).source == "estimated" and "tuned" not in octavo.linear_table(DEVICE).sources
 
 
 def test_a_file_that_is_right(recwarn: pytest.WarningsRecorder) -> None:
@@ -220,11 +252,11 @@ def test_a_file_that_is_right(recwarn: pytest.WarningsRecorder) -> None:
 def test_what_others_have_saved_since_is_kept() -> None:
     tune()
     path = _linear_cache.path_of(DEVICE)
-    saved = _linear_cache.read(path)
+    saved = _linear_cache.read(path, DEVICE)
     assert saved is not None
     _linear_cache.write(path, saved.with_rows("float16", saved.rows["bfloat16"]))
     tune(PROBLEM._replace(N=6144))
-    both = _linear_cache.read(path)
+    both = _linear_cache.read(path, DEVICE)
     assert both is not None and set(both.rows) == {"float16", "bfloat16"}
     assert {row[0] for row in both.rows["bfloat16"]} == {PROBLEM.N, 6144}
 
