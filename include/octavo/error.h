@@ -37,8 +37,8 @@ class DeviceError : public Error {
 // The allocator has too few free pages; its state is as before the call. Python: octavo.OutOfPages.
 class OutOfPages : public Error {
   public:
-    explicit OutOfPages(const std::string& message, std::vector<int64_t> indices = {})
-        : Error(message), indices(std::move(indices)) {}
+    explicit OutOfPages(const std::string& message, std::vector<int64_t> unfit = {})
+        : Error(message), indices(std::move(unfit)) {}
 
     std::vector<int64_t> indices;  // the sequences that did not fit, in a call that takes several
 };

@@ -1,4 +1,4 @@
-"""include/octavo/octavo.h: its errors, what is exported of it, and that it is plain C."""
+"""include/octavo/octavo.h: its errors, what is exported of it, and that it is plain C; warnings of all headers."""
 
 import re
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64
@@ -145,3 +145,14 @@ def test_header_is_plain_c(tmp_path, compiler, language):
     standard = "c++17" if language == "c++" else "c11"
     flags = [f"-std={standard}", "-pedantic", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     run(compiler, "-x", language, *flags, f"-I{HEADER.parents[1]}", source)
+
+
+def test_headers_have_no_warnings(tmp_path):
+    """As a project with more warnings than Octavo's own includes them."""
+    if find_program("g++") is None:
+        pytest.skip("needs g++")
+    source = tmp_path / "use.cpp"
+    headers = sorted(HEADER.parent.glob("*.h"))
+    source.write_text("".join(f"#include <octavo/{header.name}>\n" for header in headers))
+    flags = ["-std=c++17", "-pedantic", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror"]
+    run("g++", *flags, "-fsyntax-only", f"-I{HEADER.parents[1]}", source)
