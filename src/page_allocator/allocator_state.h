@@ -42,20 +42,21 @@ struct PageAllocator::State {
     int64_t max_pages(const Sequence* handles, int64_t count, int64_t group);  // of page_table
 
     // Checks that the sequences can grow by n[i] tokens (null: one), and makes the room that commit needs.
-    // Fills plans and unfit; changes nothing that can be seen. As a question it only counts: every sequence
-    // gets its pages, so that a plan's num_free may fall below zero, and nothing can be committed.
+    // Fills planned, num_new_tokens, plans and unfit; changes nothing that can be seen. As a question it only
+    // counts: every sequence gets its pages, so that a plan's num_free may fall below zero, and nothing can
+    // be committed.
     void plan(const char* call, const Sequence* handles, const int32_t* n, int64_t count,
               bool is_question = false);
     // Fills plans, and adds to unfit the sequences that do not fit beside those that fit.
-    void plan_pages(const int32_t* n, bool has_returns, bool is_question) noexcept;
+    void plan_pages(bool has_returns, bool is_question) noexcept;
     // What lies behind the group's window when planned sequence i grows.
-    PageLists::Behind pages_behind(size_t group, size_t i, const int32_t* n) const;
+    PageLists::Behind pages_behind(size_t group, size_t i) const;
     // How many pages all of these free, but for those that are unfit. From then on pages that others hold too
     // have a holder less, until the plan is made: left_pages. Needs room there, in last_holders and in
     // dropped_copies.
-    int64_t plan_returns(size_t group, const int32_t* n) noexcept;
-    // What was planned last, when all fit. `tokens` [sum of n] or null: for the prefix cache.
-    void commit(const int32_t* n, const int32_t* tokens) noexcept;
+    int64_t plan_returns(size_t group) noexcept;
+    // What was planned last, when all fit. `tokens` [sum of num_new_tokens] or null: for the prefix cache.
+    void commit(const int32_t* tokens) noexcept;
 
     // As SequenceTable::find; throws ValueError too, where the sequence's pages are not all on the device.
     SequenceEntry& find_on_device(const char* call, Sequence sequence) {
@@ -131,7 +132,9 @@ struct PageAllocator::State {
 
     // What the last plan has found.
     uint64_t num_plans = 0;
-    std::vector<size_t> planned;   // entries
+    std::vector<size_t> planned;  // entries
+    // Of each: a copy, since the caller's own may lie in the arrays that step writes.
+    std::vector<int32_t> num_new_tokens;
     std::vector<GroupPlan> plans;  // one a group
     std::vector<int64_t> unfit;    // positions among the sequences planned
     std::vector<char> is_unfit;    // for each of these

@@ -3,6 +3,7 @@
 #include "page_allocator/step_rows.h"
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 
 namespace octavo {
@@ -12,9 +13,11 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     const size_t num_groups = groups.size();
     ++num_plans;
     planned.clear();
+    num_new_tokens.clear();
     unfit.clear();
     is_unfit.assign(static_cast<size_t>(count), false);
     planned.reserve(static_cast<size_t>(count));
+    num_new_tokens.reserve(static_cast<size_t>(count));
     unfit.reserve(static_cast<size_t>(count));
     growing.reserve(static_cast<size_t>(count) * num_groups);
 
@@ -32,12 +35,13 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
                              entry.length, ") must add up to at most ", kMaxInt32);
         }
         planned.push_back(sequences.index_of(entry));
+        num_new_tokens.push_back(num_new);
     }
 
     size_t num_returns = 0;
     for (size_t g = 0; g < num_groups; ++g) {
         for (size_t i = 0; i < planned.size(); ++i) {
-            const PageLists::Behind behind = pages_behind(g, i, n);
+            const PageLists::Behind behind = pages_behind(g, i);
             num_returns += behind.end - behind.begin;
         }
     }
@@ -48,7 +52,7 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     size_t num_unfit = 0;
     do {
         num_unfit = unfit.size();
-        plan_pages(n, num_returns > 0, is_question);
+        plan_pages(num_returns > 0, is_question);
     } while (num_returns > 0 && unfit.size() > num_unfit && unfit.size() < planned.size());
     std::sort(unfit.begin(), unfit.end());
     if (!unfit.empty() || is_question) return;
@@ -56,21 +60,20 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
     for (size_t g = 0; g < num_groups; ++g) groups[g].pool.reserve_copies(plans[g].num_copies);
 }
 
-void PageAllocator::State::plan_pages(const int32_t* n, bool has_returns, bool is_question) noexcept {
+void PageAllocator::State::plan_pages(bool has_returns, bool is_question) noexcept {
     const size_t num_groups = groups.size();
     growing.clear();
     left_pages.clear();
     for (size_t g = 0; g < num_groups; ++g) {
-        const int64_t num_behind = has_returns ? plan_returns(g, n) : 0;
+        const int64_t num_behind = has_returns ? plan_returns(g) : 0;
         plans[g] = {groups[g].pool.num_free() + num_behind, num_behind, 0, 0, 0};
     }
     for (size_t i = 0; i < planned.size(); ++i) {
         const size_t index = planned[i];
         const int32_t length = sequences.entries()[index].length;
-        const int32_t num_new = n ? n[i] : 1;
         bool fits = !is_unfit[i];
         for (size_t g = 0; g < num_groups; ++g) {
-            fits = fits && groups[g].plan(index, length, num_new).num_pages() <= plans[g].num_free;
+            fits = fits && groups[g].plan(index, length, num_new_tokens[i]).num_pages() <= plans[g].num_free;
         }
         fits = fits || is_question;
         if (!fits && !is_unfit[i]) {
@@ -79,7 +82,7 @@ void PageAllocator::State::plan_pages(const int32_t* n, bool has_returns, bool i
         }
         for (size_t g = 0; g < num_groups; ++g) {
             PageLists& lists = groups[g];
-            const PageLists::Growth growth = lists.plan(index, length, num_new);
+            const PageLists::Growth growth = lists.plan(index, length, num_new_tokens[i]);
             const std::vector<int32_t>& pages = lists[index].pages;
             const size_t num_pages = pages.size() + static_cast<size_t>(growth.num_new_pages);
             plans[g].max_pages = std::max(plans[g].max_pages, static_cast<int64_t>(num_pages));
@@ -100,13 +103,13 @@ void PageAllocator::State::plan_pages(const int32_t* n, bool has_returns, bool i
     for (auto [g, page] : left_pages) groups[g].pool.hold(page);
 }
 
-PageLists::Behind PageAllocator::State::pages_behind(size_t group, size_t i, const int32_t* n) const {
+PageLists::Behind PageAllocator::State::pages_behind(size_t group, size_t i) const {
     const PageLists& lists = groups[group];
     const int32_t length = sequences.entries()[planned[i]].length;
-    return lists.behind(planned[i], length, lists.plan(planned[i], length, n ? n[i] : 1).num_new_pages);
+    return lists.behind(planned[i], length, lists.plan(planned[i], length, num_new_tokens[i]).num_new_pages);
 }
 
-int64_t PageAllocator::State::plan_returns(size_t group, const int32_t* n) noexcept {
+int64_t PageAllocator::State::plan_returns(size_t group) noexcept {
     PageLists& lists = groups[group];
     PagePool& pool = lists.pool;
     int64_t num_freed = 0;
@@ -114,7 +117,7 @@ int64_t PageAllocator::State::plan_returns(size_t group, const int32_t* n) noexc
     dropped_copies.clear();
     for (size_t i = 0; i < planned.size(); ++i) {
         if (is_unfit[i]) continue;
-        const PageLists::Behind behind = pages_behind(group, i, n);
+        const PageLists::Behind behind = pages_behind(group, i);
         for (size_t position = behind.begin; position < behind.end; ++position) {
             const int32_t page = lists[planned[i]].pages[position];
             if (pool.is_shared(page)) {
@@ -142,18 +145,17 @@ int64_t PageAllocator::State::plan_returns(size_t group, const int32_t* n) noexc
     return num_freed;
 }
 
-void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexcept {
+void PageAllocator::State::commit(const int32_t* tokens) noexcept {
     if (cache) store_waiting();
     // First of all, as others may take these pages. Queries see from the first new token's window on.
     for (size_t g = 0; g < groups.size(); ++g) {
-        for (size_t i = 0; i < planned.size(); ++i) groups[g].return_pages(planned[i], pages_behind(g, i, n));
+        for (size_t i = 0; i < planned.size(); ++i) groups[g].return_pages(planned[i], pages_behind(g, i));
     }
     for (size_t i = 0; i < planned.size(); ++i) {
         const size_t index = planned[i];
         SequenceEntry& entry = sequences[index];
-        const int32_t num_new = n ? n[i] : 1;
         for (PageLists& lists : groups) {
-            const PageLists::Growth growth = lists.plan(index, entry.length, num_new);
+            const PageLists::Growth growth = lists.plan(index, entry.length, num_new_tokens[i]);
             const int32_t tail = growth.copies_tail ? lists[index].pages.back() : 0;
             lists.grow(index, growth);
             if (cache && growth.copies_tail && &lists == groups.data()) {
@@ -162,10 +164,10 @@ void PageAllocator::State::commit(const int32_t* n, const int32_t* tokens) noexc
             }
         }
         if (tokens) {
-            append_tokens(index, num_new, tokens);
-            tokens += num_new;
+            append_tokens(index, num_new_tokens[i], tokens);
+            tokens += num_new_tokens[i];
         }
-        entry.length += num_new;
+        entry.length += num_new_tokens[i];
     }
 }
 
@@ -179,7 +181,7 @@ bool PageAllocator::State::grow_one(const char* call, Sequence sequence, int64_t
     const auto num_new = static_cast<int32_t>(n);
     plan(call, &sequence, &num_new, 1);
     if (!unfit.empty()) return false;
-    commit(&num_new, nullptr);
+    commit(nullptr);
     return true;
 }
 
@@ -262,8 +264,8 @@ void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_token
                              num_copies, state_->in_group(g));
         }
     }
-    int64_t num_tokens = 0;
-    for (int64_t i = 0; i < count; ++i) num_tokens += num_new_tokens ? num_new_tokens[i] : 1;
+    const std::vector<int32_t>& num_new = state_->num_new_tokens;
+    const int64_t num_tokens = std::accumulate(num_new.begin(), num_new.end(), int64_t{0});
     if (num_tokens > kMaxInt32) {
         fail<ValueError>(call, "num_new_tokens adds up to ", num_tokens, "; it may be at most ", kMaxInt32);
     }
@@ -280,7 +282,7 @@ void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_token
         }
     }
 
-    state_->commit(num_new_tokens, tokens);
+    state_->commit(tokens);
     if (out.allocator != state_->id) out.clear();
     out.allocator = state_->id;
     for (size_t g = 0; g < groups.size(); ++g) {
@@ -301,12 +303,11 @@ void PageAllocator::step(const Sequence* sequences, const int32_t* num_new_token
     if (out.cu_seqlens_q) out.cu_seqlens_q[0] = 0;
     for (int64_t i = 0; i < count; ++i) {
         const size_t index = state_->planned[i];
-        const int32_t num_new = num_new_tokens ? num_new_tokens[i] : 1;
         const int32_t length = state_->sequences[index].length;
-        out.write_tokens(i, total, num_new, length);
+        out.write_tokens(i, total, num_new[i], length);
         for (size_t g = 0; g < out.tokens.slot_mapping.size(); ++g)
-            out.write_slots(g, total, num_new, length, groups[g].page_size(), groups[g][index]);
-        total += num_new;
+            out.write_slots(g, total, num_new[i], length, groups[g].page_size(), groups[g][index]);
+        total += num_new[i];
         if (out.cu_seqlens_q) out.cu_seqlens_q[i + 1] = total;
     }
     if (out.cu_seqlens_q)

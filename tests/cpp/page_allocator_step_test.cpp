@@ -194,6 +194,21 @@ TEST(Step, SaysWhereEachNewTokenIs) {
               "StepArrays: slot_mapping must have an array for each of the 1 page tables; got 2");
 }
 
+TEST(Step, NumbersOfNewTokensMayLieInItsArrays) {
+    PageAllocator allocator(16, 4);
+    Ints page_table(16), seq_lens(2), cu_seqlens_q(3), positions(8), slots(8);
+    StepArrays arrays(2, {{page_table.data(), 8, 8}}, seq_lens.data(), cu_seqlens_q.data(),
+                      {8, positions.data(), {}, {slots.data()}});
+    const std::vector<Sequence> both = {allocator.create(), allocator.create()};
+    const Ints n = {3, 1};
+    allocator.step(both.data(), n.data(), 2, arrays);
+    allocator.step(both.data(), seq_lens.data(), 2, arrays);  // as many as there are
+    EXPECT_EQ(seq_lens, Ints({6, 2}));
+    EXPECT_EQ(cu_seqlens_q, Ints({0, 3, 4}));
+    EXPECT_EQ(positions, Ints({3, 4, 5, 1, 0, 0, 0, 0}));
+    EXPECT_EQ(slots, Ints({3, 8, 9, 5, -1, -1, -1, -1}));
+}
+
 TEST(Step, RefusesSlotsThatDoNotFitInTheirKindOfIntegers) {
     PageAllocator allocator(3, kMaxInt32);
     Ints page_table(3), seq_lens(1), narrow(4);
