@@ -52,8 +52,8 @@ struct PageAllocator::State {
     // What lies behind the group's window when planned sequence i grows.
     PageLists::Behind pages_behind(size_t group, size_t i) const;
     // How many pages all of these free, but for those that are unfit. From then on pages that others hold too
-    // have a holder less, until the plan is made: left_pages. Needs room there, in last_holders and in
-    // dropped_copies.
+    // have a holder less, until the plan is made: left_pages. And those of them that commit may store first
+    // are stored: early_pages. Needs room in both, in last_holders and in dropped_copies.
     int64_t plan_returns(size_t group) noexcept;
     // What was planned last, when all fit. `tokens` [sum of num_new_tokens] or null: for the prefix cache.
     void commit(const int32_t* tokens) noexcept;
@@ -144,7 +144,8 @@ struct PageAllocator::State {
     std::vector<NewPages> growing;  // entries that will hold more pages
     // (group, page) that a sequence leaves by copy-on-write, or behind its window though others hold it.
     std::vector<std::pair<size_t, int32_t>> left_pages;
-    std::vector<int32_t> last_holders, dropped_copies;  // of plan_returns
+    std::vector<std::pair<size_t, int32_t>> early_pages;  // of the latter, what commit may store before that
+    std::vector<int32_t> last_holders, dropped_copies;    // of plan_returns
 };
 
 }  // namespace octavo

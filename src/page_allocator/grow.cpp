@@ -46,6 +46,7 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
         }
     }
     left_pages.reserve(static_cast<size_t>(count) * num_groups + num_returns);
+    early_pages.reserve(num_returns);
     last_holders.reserve(num_returns);
     dropped_copies.reserve(num_returns);
     // A sequence that does not fit returns no pages either, on which others may have counted.
@@ -64,6 +65,7 @@ void PageAllocator::State::plan_pages(bool has_returns, bool is_question) noexce
     const size_t num_groups = groups.size();
     growing.clear();
     left_pages.clear();
+    early_pages.clear();
     for (size_t g = 0; g < num_groups; ++g) {
         const int64_t num_behind = has_returns ? plan_returns(g) : 0;
         plans[g] = {groups[g].pool.num_free() + num_behind, num_behind, 0, 0, 0};
@@ -101,6 +103,7 @@ void PageAllocator::State::plan_pages(bool has_returns, bool is_question) noexce
         }
     }
     for (auto [g, page] : left_pages) groups[g].pool.hold(page);
+    for (auto [g, page] : early_pages) groups[g].pool.unstore(page);
 }
 
 PageLists::Behind PageAllocator::State::pages_behind(size_t group, size_t i) const {
@@ -117,10 +120,19 @@ int64_t PageAllocator::State::plan_returns(size_t group) noexcept {
     dropped_copies.clear();
     for (size_t i = 0; i < planned.size(); ++i) {
         if (is_unfit[i]) continue;
+        const SequenceEntry& entry = sequences.entries()[planned[i]];
+        const int32_t num_full = cache ? entry.num_known / lists.page_size() : 0;
         const PageLists::Behind behind = pages_behind(group, i);
         for (size_t position = behind.begin; position < behind.end; ++position) {
             const int32_t page = lists[planned[i]].pages[position];
             if (pool.is_shared(page)) {
+                // Once it is stored, the last holder copies it before writing to it. Should it not be stored
+                // after all, since another page is already, the plan has a page to spare.
+                const auto i_page = static_cast<int32_t>(position);
+                if (i_page >= entry.num_stored && i_page < num_full && !pool.is_stored(page)) {
+                    pool.store(page);
+                    early_pages.emplace_back(group, page);
+                }
                 pool.leave(page);
                 left_pages.emplace_back(group, page);
             } else if (pool.num_readers(page) > 0) {

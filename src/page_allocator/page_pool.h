@@ -44,6 +44,7 @@ class PagePool {
     void store(int32_t page) noexcept {
         pages_[page].holders |= kStored;
     }  // a held page, in the cache from now on
+    void unstore(int32_t page) noexcept { pages_[page].holders &= ~kStored; }  // as before store; still held
 
     void hold(int32_t page) noexcept {
         const int32_t before = num_holders(page);

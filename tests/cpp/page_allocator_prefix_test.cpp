@@ -260,6 +260,43 @@ TEST(PrefixCache, AForkOfCachedPagesGoesOnFindably) {
     engine.allocator.check_invariants();
 }
 
+// The last query of `a` sees both of its pages in group 1, the next one neither: `b` alone holds the second
+// one then, which is stored before that and has to be copied.
+TEST(PrefixCache, ACopyOfAPageThatAStepStoresIsPlanned) {
+    for (const int64_t num_pages : {3, 4}) {
+        PageAllocator allocator({{16, 4}, {num_pages, 4, 0}}, PrefixCacheOptions{});
+        Ints tables[2] = {Ints(2 * 8), Ints(2 * 8)}, seq_lens(2);
+        StepArrays arrays(2, {{tables[0].data(), 8, 8}, {tables[1].data(), 8, 8}}, seq_lens.data());
+        Sequence first = allocator.create(nullptr, 0);
+        const Ints tokens = counting(8);
+        int32_t n[] = {2, 6};
+        allocator.step(&first, &n[0], 1, arrays, &tokens[0]);
+        Sequence a = allocator.fork(first)[0];
+        allocator.step(&a, &n[1], 1, arrays, &tokens[2]);
+        const std::vector<Sequence> both = {a, allocator.fork(a, 1, 6)[0]};  // while a copy is pending
+        allocator.take_copies(0);
+        allocator.take_copies(1);
+        EXPECT_EQ(allocator.pages(both[1], 1), Ints({1, 2}));
+        // A new page and the copy, for the first page of both.
+        EXPECT_EQ(allocator.needed(both.data(), nullptr, 2, 1), 1);
+        if (num_pages == 3) {  // a sequence that cannot be copied returns nothing either
+            EXPECT_EQ(
+                message_of<OutOfPages>(
+                    [&] { allocator.step(both.data(), nullptr, 2, arrays, tokens.data()); }),
+                "step: 2 of 2 sequences need pages that are not free: seqs[0, 1] need 2, 13 of the 13 free "
+                "pages are left in group 0; they need 2, 0 of the 0 free pages are left in group 1");
+        } else {
+            allocator.step(both.data(), nullptr, 2, arrays, tokens.data());
+            const std::vector<PageCopy> copies = allocator.take_copies(1);
+            ASSERT_EQ(copies.size(), 1u);
+            EXPECT_EQ(copies[0].from, 2);
+            EXPECT_EQ(copies[0].to, allocator.pages(both[1], 1)[1]);
+            EXPECT_EQ(allocator.num_cached_tokens(tokens.data(), 8), 8);
+        }
+        allocator.check_invariants();
+    }
+}
+
 TEST(PrefixCache, BeamsOfTwoNamespacesChangePlaces) {
     Engine engine;
     std::vector<Sequence> beam = {engine.create({}, "x"), engine.create({}, "y")};
