@@ -170,6 +170,7 @@ std::vector<Sequence> PageAllocator::fork(Sequence sequence, int64_t n, std::opt
             state_->set_known(child, sequences[parent]);
         }
         state_->shorten(child, kept);
+        if (state_->cache) state_->wait_to_store(index);
         for (PageLists& lists : state_->groups) {
             lists.hold(index, lists[parent].pages.data(), static_cast<size_t>(lists.pages_for(kept)));
         }
@@ -216,6 +217,7 @@ void PageAllocator::reorder(const Sequence* sequences, const int32_t* parents, i
         if (state_->cache) {
             state_->cache->unuse_namespace(entry.cache_namespace);
             state_->set_known(entry, change.parent);
+            state_->wait_to_store(change.index);
         }
         for (size_t g = 0; g < groups.size(); ++g) groups[g].exchange(change.index, change.lists[g]);
     }

@@ -260,6 +260,37 @@ TEST(PrefixCache, AForkOfCachedPagesGoesOnFindably) {
     engine.allocator.check_invariants();
 }
 
+// A sequence whose two full pages cannot be stored yet, since a copy is still to be written to the first one.
+Sequence with_pending_copy(Engine& engine) {
+    StepArrays arrays(1, {{engine.page_table.data(), kMaxPages, kMaxPages}}, engine.seq_lens.data());
+    const Sequence sequence = engine.allocator.fork(engine.prompt({0, 1}))[0];
+    const Ints tokens = counting(6, 2);
+    const int32_t n = 6;
+    engine.allocator.step(&sequence, &n, 1, arrays, tokens.data());
+    return sequence;
+}
+
+TEST(PrefixCache, AForkStoresThePagesThatItsParentCouldNot) {
+    Engine engine;
+    Sequence a = with_pending_copy(engine);
+    engine.allocator.fork(a);
+    engine.allocator.take_copies();
+    engine.allocator.truncate(a, 0);
+    EXPECT_EQ(engine.cached(counting(8)), 8);
+    engine.allocator.check_invariants();
+}
+
+TEST(PrefixCache, ABeamStoresThePagesThatItsParentCouldNot) {
+    Engine engine;
+    const std::vector<Sequence> beam = {with_pending_copy(engine), engine.allocator.create()};
+    const Ints parents = {0, 0};
+    engine.allocator.reorder(beam.data(), parents.data(), 2);
+    engine.allocator.take_copies();
+    engine.allocator.truncate(beam[0], 0);
+    EXPECT_EQ(engine.cached(counting(8)), 8);
+    engine.allocator.check_invariants();
+}
+
 // The last query of `a` sees both of its pages in group 1, the next one neither: `b` alone holds the second
 // one then, which is stored before that and has to be copied.
 TEST(PrefixCache, ACopyOfAPageThatAStepStoresIsPlanned) {
