@@ -237,6 +237,9 @@ def _num_pages(
     if num_pages is not None:
         return int_argument("KVCache", "num_pages", num_pages)
     if memory_fraction is not None:
+        if not hasattr(memory_fraction, "__float__"):
+            kind = type(memory_fraction).__name__
+            raise TypeError(f"KVCache: memory_fraction must be a float; got {kind}")
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"KVCache: memory_fraction ({memory_fraction}) must be above 0 and at most 1")
         memory = int(memory_fraction * free_bytes())

@@ -17,17 +17,21 @@ int64_t pages_in_memory(nb::handle num_bytes, nb::handle page_size, nb::handle n
     const int64_t size = positive("page_size", page_size), layers = positive("num_layers", num_layers);
     nb::object of_values = nb::none();
     if (!head_dim_v.is_none()) of_values = nb::int_(positive("head_dim_v", head_dim_v));
-    const auto token_bytes = nb::cast<int64_t>(
+    // Python's integers, since the product may pass 64 bits.
+    const nb::object token_bytes =
         nb::module_::import_("octavo._cache")
             .attr("bytes_per_token")(call, positive("num_kv_heads", num_kv_heads),
                                      positive("head_dim", head_dim), dtype,
-                                     bool_argument(call, "token_scales", token_scales), of_values));
+                                     bool_argument(call, "token_scales", token_scales), of_values);
     const int64_t bytes = positive("num_bytes", num_bytes);
-    if (bytes / token_bytes / layers / size < 1) {  // no product that could overflow
+    const nb::object page_bytes = token_bytes * nb::int_(layers) * nb::int_(size);
+    const auto num_pages = nb::cast<int64_t>(nb::int_(bytes).floor_div(page_bytes));
+    if (num_pages < 1) {
         fail<ValueError>(call, "num_bytes (", bytes, ") hold no page: one of ", size, " tokens takes ",
-                         token_bytes, " bytes for each token and layer, of which there are ", layers);
+                         nb::str(token_bytes).c_str(), " bytes for each token and layer, of which there are ",
+                         layers);
     }
-    return bytes / token_bytes / layers / size;
+    return num_pages;
 }
 
 }  // namespace octavo::bindings

@@ -39,7 +39,7 @@ struct PageAllocator::State {
     State(const std::vector<PageGroup>& groups, const std::optional<PrefixCacheOptions>& prefix_cache);
 
     PageLists& group_at(const char* call, int64_t group);
-    int64_t max_pages(const Sequence* handles, int64_t count, int64_t group);  // of page_table
+    int64_t max_pages(const char* call, const Sequence* handles, int64_t count, int64_t group);
 
     // Checks that the sequences can grow by n[i] tokens (null: one), and makes the room that commit needs.
     // Fills planned, num_new_tokens, plans and unfit; changes nothing that can be seen. As a question it only

@@ -283,12 +283,13 @@ std::vector<int32_t> PageAllocator::pages(Sequence sequence, int64_t group) cons
     return pages;
 }
 
-int64_t PageAllocator::State::max_pages(const Sequence* handles, int64_t count, int64_t group) {
-    const PageLists& lists = group_at("page_table", group);
-    check_not_negative("page_table", "count", count);
+int64_t PageAllocator::State::max_pages(const char* call, const Sequence* handles, int64_t count,
+                                        int64_t group) {
+    const PageLists& lists = group_at(call, group);
+    check_not_negative(call, "count", count);
     size_t num_pages = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const SequenceEntry& entry = find_on_device("page_table", handles[i]);
+        const SequenceEntry& entry = find_on_device(call, handles[i]);
         num_pages = std::max(num_pages, lists[sequences.index_of(entry)].pages.size());
     }
     return static_cast<int64_t>(num_pages);
@@ -296,13 +297,13 @@ int64_t PageAllocator::State::max_pages(const Sequence* handles, int64_t count, 
 
 int64_t PageAllocator::max_pages(const Sequence* sequences, int64_t count, int64_t group) const {
     std::lock_guard lock(state_->mutex);
-    return state_->max_pages(sequences, count, group);
+    return state_->max_pages("max_pages", sequences, count, group);
 }
 
 void PageAllocator::write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table,
                                      int64_t max_pages, int32_t* seq_lens, int64_t group) const {
     std::lock_guard lock(state_->mutex);
-    const int64_t num_pages = state_->max_pages(sequences, count, group);
+    const int64_t num_pages = state_->max_pages("page_table", sequences, count, group);
     if (max_pages < num_pages) {
         fail<ValueError>("page_table", "max_pages (", max_pages, ") must be at least ", num_pages,
                          ", the pages of the longest sequence");

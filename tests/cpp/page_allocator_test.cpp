@@ -279,7 +279,7 @@ TEST(PageAllocator, CatchesEveryUseOfAHandleThatIsNotLive) {
     EXPECT_EQ(message_of<InvalidSequence>([&] { other.extend(a, 1); }),
               "extend: sequence " + handle + " is not one of this allocator's");
     EXPECT_EQ(message_of<InvalidSequence>([&] { allocator.max_pages(&a, 1); }),
-              "page_table: sequence " + handle + " was freed");
+              "max_pages: sequence " + handle + " was freed");
     allocator.free(reused);
     uint64_t next = static_cast<uint64_t>(reused) + (uint64_t{1} << 28);  // what the place holds now
     EXPECT_THROW(allocator.free(Sequence{next}), InvalidSequence);
@@ -331,6 +331,10 @@ TEST(PageAllocator, WritesThePageTable) {
     std::vector<Sequence> sequences = {b, c, a, b};
     EXPECT_EQ(allocator.max_pages(sequences.data(), 4), 3);
     EXPECT_EQ(allocator.max_pages(nullptr, 0), 0);
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.max_pages(sequences.data(), -1); }),
+              "max_pages: count (-1) must be at least 0");
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.max_pages(sequences.data(), 4, 1); }),
+              "max_pages: group (1) must be one of the 1 groups");
     Pages table(16, 77), seq_lens(4, 77);
     EXPECT_EQ(message_of<ValueError>(
                   [&] { allocator.write_page_table(sequences.data(), 4, table.data(), 2, seq_lens.data()); }),

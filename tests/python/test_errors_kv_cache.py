@@ -46,6 +46,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "KVCache: memory_fraction (1.5) must be above 0 and at most 1",
     ),
+    "a fraction of text": (
+        lambda: kv_cache(num_pages=None, memory_fraction="0.5"),
+        TypeError,
+        "KVCache: memory_fraction must be a float; got str",
+    ),
     "pages": (lambda: kv_cache(num_pages=16.0), TypeError, "KVCache: num_pages must be an int; got float"),
     "heads of a float": (
         lambda: kv_cache(num_kv_heads=2.0),

@@ -411,6 +411,18 @@ def test_options_of_an_allocator_from_memory():
         ),
         ({"dtype": "float64"}, ValueError, "dtype must be one of "),
         ({"page_size": 4.0}, TypeError, "page_size must be an int; got float"),
+        (
+            {"num_kv_heads": 2**62, "head_dim": 2**62},
+            ValueError,
+            f"num_bytes (65536) hold no page: one of 4 tokens takes {2**126} bytes for each token and layer, "
+            "of which there are 2",
+        ),
+        (
+            {"page_size": 2**62},
+            ValueError,
+            f"num_bytes (65536) hold no page: one of {2**62} tokens takes 32 bytes for each token and layer, "
+            "of which there are 2",
+        ),
     ):
         with pytest.raises(error, match=f"^from_memory: {re.escape(message)}"):
             octavo.PageAllocator.from_memory(2**16, **{**model, **change})
