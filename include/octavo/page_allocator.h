@@ -38,6 +38,13 @@ struct Transfer {
     std::vector<std::vector<PageCopy>> copies;  // one list a group
 };
 
+// The pages and lengths of some sequences, all at one moment.
+struct PageTable {
+    int64_t max_pages;                // of the longest
+    std::vector<int32_t> page_table;  // [count, max_pages]
+    std::vector<int32_t> seq_lens;    // [count]
+};
+
 // How pages are found again by the tokens in them.
 struct PrefixCacheOptions {
     // 128 bits that the hash depends on. Random where not given; then nobody can make tokens that collide.
@@ -233,6 +240,8 @@ class PageAllocator {
     int64_t max_pages(const Sequence* sequences, int64_t count, int64_t group = 0) const;
     void write_page_table(const Sequence* sequences, int64_t count, int32_t* page_table, int64_t max_pages,
                           int32_t* seq_lens, int64_t group = 0) const;
+    // Both in one call, between which no other thread can make a sequence longer.
+    PageTable page_table(const Sequence* sequences, int64_t count, int64_t group = 0) const;
 
     // The tokens in whole pages that all of these sequences begin with, for paged_attention: at least
     // `num_queries` tokens of each lie behind them. Sequences of length 0, padding, do not count behind the

@@ -41,13 +41,10 @@ nb::tuple page_table(const PageAllocator& allocator, nb::handle seqs, nb::handle
     const std::vector<Sequence> sequences = sequences_argument("page_table", seqs);
     const int64_t g = int_argument("page_table", "group", group);
     const size_t batch = sequences.size();
-    const int64_t max_pages = allocator.max_pages(sequences.data(), static_cast<int64_t>(batch), g);
-    std::vector<int32_t> table(batch * static_cast<size_t>(max_pages));
-    std::vector<int32_t> seq_lens(batch);
-    allocator.write_page_table(sequences.data(), static_cast<int64_t>(batch), table.data(), max_pages,
-                               seq_lens.data(), g);
-    return nb::make_tuple(to_numpy(std::move(table), {batch, static_cast<size_t>(max_pages)}),
-                          to_numpy(std::move(seq_lens), {batch}));
+    PageTable table = allocator.page_table(sequences.data(), static_cast<int64_t>(batch), g);
+    const auto max_pages = static_cast<size_t>(table.max_pages);
+    return nb::make_tuple(to_numpy(std::move(table.page_table), {batch, max_pages}),
+                          to_numpy(std::move(table.seq_lens), {batch}));
 }
 
 nb::object step(PageAllocator& allocator, nb::handle seqs, nb::handle num_new_tokens, nb::handle given_arrays,

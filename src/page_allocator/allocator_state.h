@@ -40,6 +40,9 @@ struct PageAllocator::State {
 
     PageLists& group_at(const char* call, int64_t group);
     int64_t max_pages(const char* call, const Sequence* handles, int64_t count, int64_t group);
+    // max_pages: that of these sequences, or more.
+    void write_page_table(const Sequence* handles, int64_t count, int32_t* page_table, int64_t max_pages,
+                          int32_t* seq_lens, int64_t group);
 
     // Checks that the sequences can grow by n[i] tokens (null: one), and makes the room that commit needs.
     // Fills planned, num_new_tokens, plans and unfit; changes nothing that can be seen. As a question it only

@@ -295,6 +295,18 @@ int64_t PageAllocator::State::max_pages(const char* call, const Sequence* handle
     return static_cast<int64_t>(num_pages);
 }
 
+void PageAllocator::State::write_page_table(const Sequence* handles, int64_t count, int32_t* page_table,
+                                            int64_t max_pages, int32_t* seq_lens, int64_t group) {
+    for (int64_t i = 0; i < count; ++i) {
+        const SequenceEntry& entry = find_on_device("page_table", handles[i]);
+        const PageList& list = groups[group][sequences.index_of(entry)];
+        int32_t* row = page_table + i * max_pages;
+        list.write(row);
+        std::fill(row + list.pages.size(), row + max_pages, -1);
+        seq_lens[i] = entry.length;
+    }
+}
+
 int64_t PageAllocator::max_pages(const Sequence* sequences, int64_t count, int64_t group) const {
     std::lock_guard lock(state_->mutex);
     return state_->max_pages("max_pages", sequences, count, group);
@@ -308,14 +320,18 @@ void PageAllocator::write_page_table(const Sequence* sequences, int64_t count, i
         fail<ValueError>("page_table", "max_pages (", max_pages, ") must be at least ", num_pages,
                          ", the pages of the longest sequence");
     }
-    for (int64_t i = 0; i < count; ++i) {
-        const SequenceEntry& entry = state_->find_on_device("page_table", sequences[i]);
-        const PageList& list = state_->groups[group][state_->sequences.index_of(entry)];
-        int32_t* row = page_table + i * max_pages;
-        list.write(row);
-        std::fill(row + list.pages.size(), row + max_pages, -1);
-        seq_lens[i] = entry.length;
-    }
+    state_->write_page_table(sequences, count, page_table, max_pages, seq_lens, group);
+}
+
+PageTable PageAllocator::page_table(const Sequence* sequences, int64_t count, int64_t group) const {
+    std::lock_guard lock(state_->mutex);
+    PageTable table;
+    table.max_pages = state_->max_pages("page_table", sequences, count, group);
+    table.page_table.resize(static_cast<size_t>(count) * static_cast<size_t>(table.max_pages));
+    table.seq_lens.resize(static_cast<size_t>(count));
+    state_->write_page_table(sequences, count, table.page_table.data(), table.max_pages,
+                             table.seq_lens.data(), group);
+    return table;
 }
 
 int64_t PageAllocator::shared_prefix_len(const Sequence* sequences, int64_t count, int64_t num_queries,

@@ -280,6 +280,8 @@ TEST(PageAllocator, CatchesEveryUseOfAHandleThatIsNotLive) {
               "extend: sequence " + handle + " is not one of this allocator's");
     EXPECT_EQ(message_of<InvalidSequence>([&] { allocator.max_pages(&a, 1); }),
               "max_pages: sequence " + handle + " was freed");
+    EXPECT_EQ(message_of<InvalidSequence>([&] { allocator.page_table(&a, 1); }),
+              "page_table: sequence " + handle + " was freed");
     allocator.free(reused);
     uint64_t next = static_cast<uint64_t>(reused) + (uint64_t{1} << 28);  // what the place holds now
     EXPECT_THROW(allocator.free(Sequence{next}), InvalidSequence);
@@ -349,6 +351,12 @@ TEST(PageAllocator, WritesThePageTable) {
     allocator.write_page_table(sequences.data(), 4, table.data(), 4, seq_lens.data());
     EXPECT_EQ(table, Pages({1, 2, 3, -1, -1, -1, -1, -1, 0, -1, -1, -1, 1, 2, 3, -1}));
     EXPECT_EQ(seq_lens, Pages({9, 0, 3, 9}));
+    sequences.pop_back();
+    const PageTable made = allocator.page_table(sequences.data(), 4);
+    EXPECT_EQ(made.max_pages, 3);
+    EXPECT_EQ(made.page_table, Pages({1, 2, 3, -1, -1, -1, 0, -1, -1, 1, 2, 3}));
+    EXPECT_EQ(made.seq_lens, seq_lens);
+    EXPECT_EQ(allocator.page_table(nullptr, 0).max_pages, 0);
 }
 
 TEST(PageAllocator, CountsPagesTokensAndWaste) {

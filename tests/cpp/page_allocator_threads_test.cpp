@@ -99,6 +99,26 @@ TEST(PageAllocatorThreads, ShareAnAllocator) {
     allocator.check_invariants();
 }
 
+TEST(PageAllocatorThreads, LookAtASequenceThatGrows) {
+    PageAllocator allocator(kNumPages, 1);
+    const Sequence sequence = allocator.create();
+    std::atomic<bool> is_done{false};
+    std::thread other([&] {
+        while (!is_done) {
+            while (allocator.try_extend(sequence, 1)) {
+            }
+            allocator.truncate(sequence, 0);
+        }
+    });
+    for (int i = 0; i < 2000; ++i) {
+        const PageTable table = allocator.page_table(&sequence, 1);
+        EXPECT_EQ(table.max_pages, table.seq_lens[0]);
+        EXPECT_EQ(static_cast<int64_t>(table.page_table.size()), table.max_pages);
+    }
+    is_done = true;
+    other.join();
+}
+
 TEST(PageAllocatorThreads, MakeAllocators) {
     std::atomic<int> num_foreign{0};
     std::vector<std::thread> threads;

@@ -85,6 +85,31 @@ def test_lists_that_change_while_they_are_read() -> None:
     alloc.check_invariants()
 
 
+def test_a_page_table_of_a_sequence_that_grows() -> None:
+    alloc = octavo.PageAllocator(64, 1)
+    seq = alloc.create()
+    done = threading.Event()
+
+    def grow() -> None:
+        while not done.is_set():
+            while alloc.try_extend(seq, 1):
+                pass
+            alloc.truncate(seq, 0)
+
+    def read() -> None:
+        for _ in range(2000):
+            page_table, seq_lens = alloc.page_table([seq])
+            assert page_table.shape == (1, seq_lens[0])
+
+    grower = threading.Thread(target=grow)
+    grower.start()
+    try:
+        run_in_threads(*[read] * (NUM_THREADS - 1))
+    finally:
+        done.set()
+        grower.join()
+
+
 def test_engines_share_an_allocator_and_its_arrays() -> None:
     """Prefix cache, host memory and one StepArrays for all."""
     groups = [
