@@ -54,6 +54,22 @@ def python_name(name: str) -> str:
     return name.partition(".")[0].removesuffix("_to")
 
 
+def _refuse_missing_memory(operator: str, names: list[str], args: tuple[Any, ...]) -> None:
+    """Raise TypeError where some tensors are on meta and others are not.
+
+    PyTorch's dispatcher then takes the call for one about shapes alone, and results for those of the others.
+    """
+    given = [(name, x.device) for name, x in zip(names, args, strict=False) if isinstance(x, Tensor)]
+    on_meta = [name for name, device in given if device.type == "meta"]
+    others = [(name, device) for name, device in given if device.type != "meta"]
+    if on_meta and others:
+        name, device = others[0]
+        raise TypeError(
+            f"{operator}: {on_meta[0]} must have memory, or all tensors be on meta; it is on meta, {name} on "
+            f"{device}"
+        )
+
+
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define torch.ops.octavo.<name>, which may have an overload's name after a dot.
 
@@ -62,6 +78,7 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     operator, record = python_name(name), RECORD.get(name)
 
     def trace(*args: Any) -> Any:
+        _refuse_missing_memory(operator, names, args)
         refuse_tangents(operator, names, args)
         if record is None:
             refuse_gradients(operator, names, args)  # a compiler would find out too late

@@ -12,6 +12,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 import octavo.torch  # noqa: E402
 
 q = torch.ones(1, 3, 2, 8)
+META = torch.ones(1, 3, 2, 8, device="meta")
+TABLE, LENS = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+ON_META = "must have memory, or all tensors be on meta; it is on meta"
 NO_ARRAY = "must be an array (an object with __dlpack__ and __dlpack_device__); got NoneType"
 CASES = [
     (lambda: octavo.torch.attention([1.0], q, q), TypeError, "attention: q must be a torch.Tensor; got list"),
@@ -142,6 +145,15 @@ CASES = [
         TypeError,
         "copy_pages: to_v_pages must be a torch.Tensor; got list",
     ),
+    (lambda: octavo.torch.attention(q, META, q), TypeError, f"attention: k {ON_META}, q on cpu"),
+    (lambda: octavo.torch.attention(META, q, q), TypeError, f"attention: q {ON_META}, k on cpu"),
+    (lambda: octavo.torch.attention(q, q, q, out=META), TypeError, f"attention: out {ON_META}, q on cpu"),
+    (lambda: octavo.torch.linear(q, META[0, 0]), TypeError, f"linear: w {ON_META}, x on cpu"),
+    (
+        lambda: octavo.torch.append_kv(META[0], q[0], q, q, TABLE, LENS),
+        TypeError,
+        f"append_kv: k {ON_META}, v on cpu",
+    ),
 ]
 
 
@@ -150,3 +162,12 @@ def test_refused(call: Callable[[], Any], error: type[Exception], message: str) 
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_a_cache_beside_meta_is_not_written() -> None:
+    """Without a gradient, too, where the dispatcher comes to the operator by another way."""
+    pages = torch.zeros(1, 4, 2, 8)
+    with torch.inference_mode(), pytest.raises(TypeError, match="append_kv: k must have memory"):
+        octavo.torch.append_kv(META[0, :1], q[0, :1], pages, pages.clone(), TABLE, LENS)
+    on_meta = octavo.torch.attention(META, META, META)
+    assert on_meta.device.type == "meta" and on_meta.shape == META.shape
