@@ -24,6 +24,13 @@ _library = torch.library.Library("octavo", "DEF")
 _DISPATCHER = _core.torch_dispatcher  # as `stream`: what the kernels want that PyTorch's dispatcher calls
 
 ATTENTIONS = ("attention", "paged_attention", "latent_attention")
+IN_PLACE_OF = {
+    argument["name"]: argument["in_place_of"]
+    for described in ARGUMENTS.values()
+    for argument in described
+    if "in_place_of" in argument
+}
+"""The arrays that stand for numbers, and the names of these."""
 _TYPES = {"array": "Tensor", "bool": "bool", "int": "SymInt", "float": "float", "str": "str"}
 # The dispatcher drops arguments at the end that equal their defaults.
 _DEFAULTS = {name: tuple(argument["default"] for argument in ARGUMENTS[name]) for name in ARGUMENTS}
@@ -109,7 +116,8 @@ def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[.
     _library.impl(name, differentiate, "Autograd")
     torch.library.register_fake(f"octavo::{name}", trace, lib=_library)
     overload = operator_named(name)
-    names = [argument.name for argument in overload._schema.arguments]
+    # As octavo.torch has them: a number, and an array in its place, share one there.
+    names = [IN_PLACE_OF.get(argument.name, argument.name) for argument in overload._schema.arguments]
     num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 

@@ -13,6 +13,7 @@ import octavo.torch  # noqa: E402
 
 q = torch.ones(1, 3, 2, 8)
 META = torch.ones(1, 3, 2, 8, device="meta")
+GRAD = torch.tensor(0.5, requires_grad=True)
 TABLE, LENS = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 ON_META = "must have memory, or all tensors be on meta; it is on meta"
 NO_ARRAY = "must be an array (an object with __dlpack__ and __dlpack_device__); got NoneType"
@@ -153,6 +154,23 @@ CASES = [
         lambda: octavo.torch.append_kv(META[0], q[0], q, q, TABLE, LENS),
         TypeError,
         f"append_kv: k {ON_META}, v on cpu",
+    ),
+    (
+        lambda: octavo.torch.append_kv(q[0], q[0], q, q, TABLE, LENS, k_scale=META[0, 0, 0]),
+        TypeError,
+        f"append_kv: k_scale {ON_META}, k on cpu",
+    ),
+    (
+        lambda: octavo.torch.append_kv(q[0], q[0], q, q, TABLE, LENS, v_scale=GRAD[None]),
+        TypeError,
+        "append_kv: v_scale requires grad, and this call has no backward; use v_scale.detach() or "
+        "torch.no_grad()",
+    ),
+    (
+        lambda: octavo.torch.attention(q, q, q, softmax_phi=GRAD.expand(2), out=q),
+        TypeError,
+        "attention: softmax_phi requires grad, and this call has no backward; use octavo.torch.attention "
+        "without out, softmax_phi.detach() or torch.no_grad()",
     ),
 ]
 
