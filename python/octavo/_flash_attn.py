@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import octavo.torch
+from octavo._torch_autograd import refuse_derivatives
 from octavo._torch_dropout import draw_seed
 
 
@@ -87,6 +88,9 @@ def attend(
     options: dict[str, Any],
 ) -> Any:
     """Attention over dense or packed arrays. `options` are those of ``octavo.attention``, but for dropout."""
+    for name in ("softmax_scale", "softcap"):
+        if isinstance(options[name], Tensor):
+            refuse_derivatives(function, name, options[name])
     if dropout_p != 0.0:
         if return_attn_probs:
             raise ValueError(

@@ -68,6 +68,16 @@ def refuse_tangents(operator: str, names: list[str], args: tuple[Any, ...]) -> N
             )
 
 
+def refuse_derivatives(operator: str, number: str, value: Tensor) -> None:
+    """Raise TypeError for a tensor in place of a number that wants derivatives: its value alone is taken."""
+    if wants_gradients((value,)):
+        raise TypeError(
+            f"{operator}: {number} requires grad, and this call has no backward for numbers; use "
+            f"{number}.detach() or torch.no_grad()"
+        )
+    refuse_tangents(operator, [number], (value,))
+
+
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
     """Hide calls from autograd, but not from that of a transform of torch.func further out."""

@@ -29,7 +29,9 @@ from torch import Tensor
 import octavo
 from octavo import _torch_autograd
 from octavo._misuse import MISSING, refuse_call
-from octavo._torch_operators import ATTENTIONS, operator_named, python_name
+from octavo._operators import ARGUMENTS
+from octavo._torch_autograd import refuse_derivatives
+from octavo._torch_operators import ATTENTIONS, IN_PLACE_OF, operator_named, python_name
 
 __all__ = [
     "append_kv",
@@ -79,12 +81,19 @@ def _raise_in_words_of_octavo(
         raise TypeError(f"{op}: {found['argument']} must be {kind}; got {given}") from None
 
 
-def _in_place(options: dict[str, Any]) -> dict[str, Any]:
+_NUMBERS = frozenset(x["name"] for described in ARGUMENTS.values() for x in described if x["type"] == "float")
+
+
+def _given(operator: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options, with tensors in place of numbers under the names that the operators have for them."""
-    for name in ("k_scale", "v_scale", "softmax_phi"):
-        if isinstance(options.get(name), Tensor):
-            options = {**options, name: None, f"{name}_array": options[name]}
-    return options
+    given = options
+    for name, value in options.items():
+        if name in _NUMBERS and isinstance(value, Tensor):
+            if name in IN_PLACE_OF.values():
+                given = {**given, name: None, f"{name}_array": value}
+            else:
+                refuse_derivatives(operator, name, value)
+    return given
 
 
 def _refuse_stream(name: str) -> None:
@@ -136,8 +145,8 @@ def attention(
         _refuse_stream("attention")
     try:
         if out is None:
-            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **_in_place(options))
-        return _write("attention", (q, k, v), out, return_lse, _in_place(options))
+            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **_given("attention", options))
+        return _write("attention", (q, k, v), out, return_lse, _given("attention", options))
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention, (q, k, v), options)
         raise
@@ -167,12 +176,12 @@ def attention_backward(
             raise ValueError(
                 f"attention_backward: {name} must be None in octavo.torch, which returns new tensors"
             )
+    arrays = (dout, q, k, v, out, lse)
     try:
-        return _torch_autograd.attention_backward(
-            bool(return_dalibi), bool(return_dsinks), dout, q, k, v, out, lse, **options
-        )
+        asks = bool(return_dalibi), bool(return_dsinks)
+        return _torch_autograd.attention_backward(*asks, *arrays, **_given("attention_backward", options))
     except RuntimeError as error:
-        _raise_in_words_of_octavo(error, attention_backward, (dout, q, k, v, out, lse), options)
+        _raise_in_words_of_octavo(error, attention_backward, arrays, options)
         raise
 
 
@@ -194,9 +203,9 @@ def paged_attention(
     try:
         if out is None:
             operator = _PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION
-            return operator(q, k_pages, v_pages, page_table, seq_lens, **_in_place(options))
+            return operator(q, k_pages, v_pages, page_table, seq_lens, **_given("paged_attention", options))
         arrays = (q, k_pages, v_pages, page_table, seq_lens)
-        return _write("paged_attention", arrays, out, return_lse, _in_place(options))
+        return _write("paged_attention", arrays, out, return_lse, _given("paged_attention", options))
     except RuntimeError as error:
         _raise_in_words_of_octavo(
             error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options
@@ -220,9 +229,10 @@ def latent_attention(
         _refuse_stream("latent_attention")
     arrays = (q, kv_pages, page_table, seq_lens)
     try:
+        given = _given("latent_attention", options)
         if out is None:
-            return (_LATENT_ATTENTION_LSE if return_lse else _LATENT_ATTENTION)(*arrays, **options)
-        return _write("latent_attention", arrays, out, return_lse, options)
+            return (_LATENT_ATTENTION_LSE if return_lse else _LATENT_ATTENTION)(*arrays, **given)
+        return _write("latent_attention", arrays, out, return_lse, given)
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, latent_attention, arrays, options)
         raise
@@ -260,10 +270,10 @@ def append_kv(
     try:
         arrays, tables = (k, v, k_pages, v_pages), (page_table, seq_lens)
         if q is None and q_out is None:
-            return _APPEND_KV(*arrays, *tables, **_in_place(options))
+            return _APPEND_KV(*arrays, *tables, **_given("append_kv", options))
         if q_out is None:
-            return _APPEND_KV_Q(*arrays, *tables, q=q, **_in_place(options))
-        _APPEND_KV_OUT_Q(*arrays, q_out, *tables, q=q, **_in_place(options))
+            return _APPEND_KV_Q(*arrays, *tables, q=q, **_given("append_kv", options))
+        _APPEND_KV_OUT_Q(*arrays, q_out, *tables, q=q, **_given("append_kv", options))
         return q_out
     except RuntimeError as error:
         given = {"page_table": page_table, "seq_lens": seq_lens, **options}
@@ -312,9 +322,10 @@ def linear(
             "linear: plan must be None in octavo.torch; octavo.linear takes one, outside programs"
         )
     try:
+        given = _given("linear", options)
         if out is None:
-            return cast("Tensor", _LINEAR(x, w, bias, **options))
-        _LINEAR_OUT(x, w, out, bias, **options)
+            return cast("Tensor", _LINEAR(x, w, bias, **given))
+        _LINEAR_OUT(x, w, out, bias, **given)
         return out
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, linear, (x, w), {"bias": bias, **options})
@@ -340,6 +351,8 @@ def rms_norm(
 ) -> Any:
     if stream is not None:
         _refuse_stream("rms_norm")
+    if isinstance(eps, Tensor):
+        refuse_derivatives("rms_norm", "eps", eps)
     try:
         if residual is None and residual_out is None:
             if out is None:

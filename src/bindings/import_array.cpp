@@ -1,5 +1,6 @@
 #include "bindings/import_array.h"
 
+#include "bindings/derivatives.h"
 #include "bindings/scalars.h"
 #include "common/fail.h"
 #include "cuda/backend.h"
@@ -130,32 +131,6 @@ Device device_of(const char* op, const char* name, nb::handle array, Accept acce
                         ": __dlpack_device__ must return two 32-bit ints, (device type, device); got ",
                         nb::repr(pair).c_str());
     }
-}
-
-// torch's own __dlpack__ refuses a gradient and the negative bit, its exchange table does not; none of them
-// heeds tangents.
-void refuse_gradient(const char* op, const char* name, nb::handle tensor) {
-    static PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
-    if (!nb::cast<bool>(tensor.attr(nb::handle(requires_grad)))) return;
-    if (!nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")())) return;
-    const char* differentiable =
-        op == std::string_view("attention") ? "octavo.torch.attention without out, " : "";
-    fail<TypeError>(op, name, " requires grad, and this call has no backward; use ", differentiable, name,
-                    ".detach() or torch.no_grad()");
-}
-
-// Whether forward-mode differentiation is under way, in this thread as in all of them.
-bool has_tangents() {
-    static PyObject* const module = nb::module_::import_("torch.autograd.forward_ad").release().ptr();
-    static PyObject* const level = PyUnicode_InternFromString("_current_level");
-    return nb::cast<int>(nb::handle(module).attr(nb::handle(level))) >= 0;
-}
-
-void refuse_tangent(const char* op, const char* name, nb::handle tensor) {
-    const nb::object dual = nb::module_::import_("torch.autograd.forward_ad").attr("unpack_dual")(tensor);
-    if (dual.attr("tangent").is_none()) return;
-    fail<TypeError>(op, name, " has a tangent (forward-mode differentiation), and this call has no jvp; use ",
-                    name, ".detach()");
 }
 
 // Whether it may be the real or imaginary part of a complex tensor, which alone carry torch's negative bit:
@@ -434,6 +409,8 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
     }
     const bool has_integers = view.dtype == DType::int32 || view.dtype == DType::int64;
     if (type.framework == Framework::torch && !has_integers) {
+        // torch's own __dlpack__ refuses a gradient and the negative bit, its exchange table does not; none
+        // of them heeds tangents.
         refuse_gradient(op_, name, array);
         if (!has_tangents_) has_tangents_ = has_tangents();
         if (*has_tangents_) refuse_tangent(op_, name, array);

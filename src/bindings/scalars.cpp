@@ -1,5 +1,6 @@
 #include "bindings/scalars.h"
 
+#include "bindings/derivatives.h"
 #include "bindings/interpreter_lock.h"
 #include "checks/check.h"
 
@@ -70,6 +71,8 @@ double float_argument(const char* op, const char* name, nb::handle value, const 
     if (!PyFloat_Check(value.ptr()) && !PyIndex_Check(value.ptr()) && !nb::hasattr(value, "__float__")) {
         fail_type(op, name, wanted, value);
     }
+    if (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr()))
+        refuse_derivatives_of_number(op, name, value);
     const double number = call_python(PyFloat_AsDouble, value.ptr());
     if (number == -1.0 && PyErr_Occurred()) fail_conversion(op, name, wanted, value);
     return number;

@@ -242,6 +242,20 @@ class TestTorch:
         with self.torch.no_grad():
             octavo.attention(self.torch.ones(2, 3, 4, 8), needs_grad, needs_grad)
 
+    def test_gradients_of_numbers(self) -> None:
+        scale = self.torch.tensor(0.5, requires_grad=True)
+        why = r"requires grad, and this call has no backward for numbers; use"
+        for name in ("softmax_scale", "softcap"):
+            self.refused(rf"{name} {why} {name}.detach\(\) or torch.no_grad\(\)$", **{name: scale})
+        q = self.torch.ones(2, 3, 4, 8)
+        with self.torch.no_grad():
+            octavo.attention(q, q, q, softmax_scale=scale)
+        octavo.attention(q, q, q, softmax_scale=scale.detach())
+        forward = pytest.importorskip("torch.autograd.forward_ad")
+        with forward.dual_level():
+            dual = forward.make_dual(self.torch.tensor(0.5), self.torch.tensor(1.0))
+            self.refused("softcap has a tangent .* use softcap.detach", softcap=dual)
+
     def test_negative_bit(self) -> None:
         imaginary = self.torch.ones(2, 5, 2, 8, dtype=self.torch.complex64).conj().imag
         self.refused(r"k has its negative bit set; use k.resolve_neg\(\)$", k=imaginary)

@@ -16,6 +16,7 @@ META = torch.ones(1, 3, 2, 8, device="meta")
 GRAD = torch.tensor(0.5, requires_grad=True)
 TABLE, LENS = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
 ON_META = "must have memory, or all tensors be on meta; it is on meta"
+NUMBER = "requires grad, and this call has no backward for numbers; use"
 NO_ARRAY = "must be an array (an object with __dlpack__ and __dlpack_device__); got NoneType"
 CASES = [
     (lambda: octavo.torch.attention([1.0], q, q), TypeError, "attention: q must be a torch.Tensor; got list"),
@@ -172,6 +173,36 @@ CASES = [
         "attention: softmax_phi requires grad, and this call has no backward; use octavo.torch.attention "
         "without out, softmax_phi.detach() or torch.no_grad()",
     ),
+    (
+        lambda: octavo.torch.attention(q, q, q, softmax_scale=GRAD),
+        TypeError,
+        f"attention: softmax_scale {NUMBER} softmax_scale.detach() or torch.no_grad()",
+    ),
+    (
+        lambda: octavo.torch.attention_backward(q, q, q, q, q, q[..., 0], softcap=GRAD),
+        TypeError,
+        f"attention_backward: softcap {NUMBER} softcap.detach() or torch.no_grad()",
+    ),
+    (
+        lambda: octavo.torch.paged_attention(q[0, :1], q, q, TABLE, LENS, softcap=GRAD),
+        TypeError,
+        f"paged_attention: softcap {NUMBER} softcap.detach() or torch.no_grad()",
+    ),
+    (
+        lambda: octavo.torch.latent_attention(q[0], q[0], TABLE, LENS, softmax_scale=GRAD),
+        TypeError,
+        f"latent_attention: softmax_scale {NUMBER} softmax_scale.detach() or torch.no_grad()",
+    ),
+    (
+        lambda: octavo.torch.linear(q, q[0, 0], norm_eps=GRAD),
+        TypeError,
+        f"linear: norm_eps {NUMBER} norm_eps.detach() or torch.no_grad()",
+    ),
+    (
+        lambda: octavo.torch.rms_norm(q, q[0, 0, 0], GRAD),
+        TypeError,
+        f"rms_norm: eps {NUMBER} eps.detach() or torch.no_grad()",
+    ),
 ]
 
 
@@ -180,6 +211,13 @@ def test_refused(call: Callable[[], Any], error: type[Exception], message: str) 
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+def test_tensors_of_no_axis_are_numbers() -> None:
+    wanted = octavo.torch.attention(q, q, q, softmax_scale=0.5)
+    assert torch.equal(octavo.torch.attention(q, q, q, softmax_scale=GRAD.detach()), wanted)
+    with torch.no_grad():
+        assert torch.equal(octavo.torch.attention(q, q, q, softmax_scale=GRAD), wanted)
 
 
 def test_a_cache_beside_meta_is_not_written() -> None:

@@ -326,6 +326,16 @@ def test_refusals_over_pages(options: tuple[dict[str, Any], str]) -> None:
         )
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_numbers_are_refused(deterministic: bool) -> None:
+    number = torch.tensor(0.5, requires_grad=True)
+    for name in ("softmax_scale", "softcap"):
+        message = f"flash_attn_func: {name} requires grad, and this call has no backward for numbers"
+        with pytest.raises(TypeError, match=message):
+            flash_attn_func(*small(), **{name: number}, deterministic=deterministic)
+        flash_attn_func(*small(), **{name: number.detach()}, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("index", range(3))
 def test_gradients_over_pages_are_refused(index: int) -> None:
     q, k, v = small()
