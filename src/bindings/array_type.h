@@ -21,6 +21,12 @@ struct ArrayType {
     bool is_masked = false;                         // numpy.ma
     bool has_torch_dispatch = false;  // a subclass of torch.Tensor with its own __torch_dispatch__
 
+    // Whether both have the same current stream at any time. Unknown libraries differ by their exchange
+    // tables; of those that have none, none says what its stream is.
+    bool is_of_library_of(const ArrayType& other) const {
+        return framework == other.framework && exchange == other.exchange;
+    }
+
     // The stream that the framework works on now; nothing where it does not say.
     std::optional<void*> current_stream(Device device) const;
 };

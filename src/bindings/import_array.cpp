@@ -459,11 +459,12 @@ std::optional<int64_t> Call::enter_device(const char* name, const ArrayType& typ
     if (device.type == DeviceType::cpu) return std::nullopt;
     if (is_first) {
         require_cuda(op_);
+        first_on_device_ = type;
         first_stream_ = type.current_stream(device);
         stream_ = wanted_stream_ ? *wanted_stream_ : first_stream_.value_or(nullptr);
     }
-    const bool is_like_first = is_first || type.framework == first_type_.framework;
-    const std::optional<void*> current = is_like_first ? first_stream_ : type.current_stream(device);
+    const std::optional<void*> current =
+        type.is_of_library_of(first_on_device_) ? first_stream_ : type.current_stream(device);
     // XLA may reuse an input's memory as soon as it is given back, and does not know our stream: with JAX
     // arrays the call returns when the work is done, which also makes the result ready.
     if (type.framework == Framework::jax) wait_for_work_ = true;

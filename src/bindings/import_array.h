@@ -122,7 +122,8 @@ class Call {
     TensorView first_view_;
     std::optional<Device> device_;
     void* stream_ = nullptr;             // cudaStream_t; unused on the CPU
-    std::optional<void*> first_stream_;  // the current one of the first array's framework
+    ArrayType first_on_device_;          // of the first array but for those in host memory
+    std::optional<void*> first_stream_;  // the current one of its library
     std::vector<void*> producers_;       // streams that ours waits for
     bool wait_for_work_ = false;
     std::optional<bool> has_tangents_;  // any of torch's tensors; unknown before the first

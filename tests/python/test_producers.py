@@ -7,7 +7,7 @@ import pytest
 
 import octavo
 from support.array_calls import cache, expected, qkv
-from support.producers import COPIED, READ_ONLY, NamespacedProducer, Producer
+from support.producers import COPIED, READ_ONLY, ExchangeTable, NamespacedProducer, Producer
 
 
 @pytest.mark.parametrize("versioned", [True, False])
@@ -86,3 +86,20 @@ def test_flags_of_outputs() -> None:
     octavo.append_kv(**vars(call))
     assert call.k_pages.values.any()
     assert call.k_pages.given_back == 1
+
+
+TABLE = ExchangeTable()
+
+
+class ExchangedProducer(Producer):
+    __dlpack_c_exchange_api__ = TABLE.capsule
+
+
+def test_exchange_tables_of_unknown_libraries() -> None:
+    arrays = [ExchangedProducer(x) for x in qkv()]
+    out = np.empty_like(qkv()[0])
+    octavo.attention(*arrays, out=out)
+    np.testing.assert_array_equal(out, expected("float32", *qkv()))
+    for producer in arrays:
+        assert (producer.lent, producer.given_back) == (1, 1)
+        assert producer.requests == [{"max_version": (1, 3), "stream": None}]

@@ -16,6 +16,7 @@ from support.array_calls import cache, expected, qkv
 from support.case import Case
 from support.generation import DTYPE, Generation
 from support.libraries import ArrayLibrary, get_library
+from support.producers import ExchangeTable
 
 pytestmark = pytest.mark.gpu
 
@@ -96,6 +97,56 @@ def test_the_current_stream_of_a_cache_waits_for_what_is_written() -> None:
         octavo.append_kv(k, v, k_pages, v_pages, table, lengths)
         written = cupy.asnumpy(k_pages[0, 0].copy())
     np.testing.assert_array_equal(written, torch_library.to_numpy(k)[1])
+
+
+def test_pages_in_host_memory_say_nothing_of_streams() -> None:
+    """Those of PyTorch's, copied to pages of CuPy's as an array of PyTorch's on the GPU says."""
+    import cupy
+    import torch
+
+    k, v = (torch.randn(2, 4, 2, 16).pin_memory() for _ in "kv")
+    to = [cupy.zeros((1, 4, 2, 16), cupy.float32) for _ in "kv"]
+    copies = torch.tensor([[1, 0]], dtype=torch.int32, device="cuda")
+    late = torch.zeros_like(copies)
+    octavo.copy_pages(k, v, late, to_k_pages=to[0], to_v_pages=to[1])  # loads the kernel
+    torch.cuda.synchronize()
+    cupy.cuda.Device().synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()), cupy.cuda.Stream(non_blocking=True) as stream:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        late.copy_(copies)
+        octavo.copy_pages(k, v, late, to_k_pages=to[0], to_v_pages=to[1])
+        stream.synchronize()
+    np.testing.assert_array_equal(cupy.asnumpy(to[0][0]), k[1].numpy())
+    np.testing.assert_array_equal(cupy.asnumpy(to[1][0]), v[1].numpy())
+
+
+class Lender:
+    """An array of a library that Octavo does not know, in the memory of a tensor."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._tensor.__dlpack_device__()  # type: ignore[no-any-return]
+
+    def __dlpack__(self, **keywords: Any) -> object:
+        return self._tensor.__dlpack__(**{**keywords, "stream": -1})
+
+
+def test_two_unknown_libraries_have_two_streams(torch: Any, library: ArrayLibrary) -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    tables = [ExchangeTable(x.cuda_stream) for x in streams]
+    first, second = (type("Array", (Lender,), {"__dlpack_c_exchange_api__": x.capsule}) for x in tables)
+    q, k, v = cuda_qkv(library)
+    wanted = octavo.attention(q, k, v)
+    late, out = torch.zeros_like(k), torch.zeros_like(q)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[1]):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        late.copy_(k)
+    octavo.attention(first(q), second(late), first(v), out=first(out))
+    streams[0].synchronize()
+    assert torch.equal(out, wanted)
 
 
 def test_jax_results_are_ready() -> None:

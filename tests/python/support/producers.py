@@ -1,4 +1,4 @@
-"""An array that lends itself through hand-made DLPack capsules: every variant that no real library offers."""
+"""Arrays that lend themselves through hand-made DLPack: every variant that no real library offers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,31 @@ class _ManagedVersioned(ctypes.Structure):
     ]
 
 
+class _Exchange(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("managed_tensor_from_object", ctypes.c_void_p),
+        ("managed_tensor_to_object", ctypes.c_void_p),
+        ("tensor_from_object", ctypes.c_void_p),
+        ("current_stream", ctypes.c_void_p),
+    ]
+
+
+_Lend = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(ctypes.c_void_p))
+_SayStream = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype = ctypes.c_void_p
+_pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_rename = ctypes.pythonapi.PyCapsule_SetName
+_rename.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_USED = b"used_dltensor_versioned"
 
 
 @dataclass
@@ -124,3 +145,27 @@ class NamespacedProducer(Producer):
 
     def __array_namespace__(self) -> Any:
         return np
+
+
+class ExchangeTable:
+    """DLPack's table of functions, of a library whose arrays have ``__dlpack__`` and whose stream is this.
+
+    Its capsule is what the library's type has as ``__dlpack_c_exchange_api__``; the table has to outlive it.
+    """
+
+    def __init__(self, stream: int = 0) -> None:
+        def lend(array: Any, tensor: Any) -> int:
+            capsule = array.__dlpack__(max_version=(1, 3), stream=None)
+            tensor[0] = _pointer_of(capsule, b"dltensor_versioned")
+            _rename(capsule, _USED)
+            return 0
+
+        def say_stream(_: int, __: int, current: Any) -> int:
+            current[0] = stream
+            return 0
+
+        self._functions = _Lend(lend), _SayStream(say_stream)
+        lending, saying = (ctypes.cast(x, ctypes.c_void_p) for x in self._functions)
+        # The functions that make arrays are not called for these types.
+        self._table = _Exchange(1, 3, None, lending, lending, lending, None, saying)
+        self.capsule = _new_capsule(ctypes.addressof(self._table), b"dlpack_exchange_api", None)
