@@ -28,15 +28,18 @@ def _fold_packed(cu_seqlens: Array, *arrays: Array) -> tuple[Array, ...]:
 
     The tokens in use close up; the others come last. Returns offsets, places of all tokens, arrays.
     """
+    # Neither ranks nor dtypes are promoted here: a program may forbid either.
     n, total = arrays[0].shape[:2]
-    token = jnp.arange(total, dtype=cu_seqlens.dtype)
+    integer = cu_seqlens.dtype
+    token = jnp.arange(total, dtype=integer)[None]
     used = cu_seqlens[:, -1:]
-    all_used = used.sum(axis=0)
-    starts = jnp.cumsum(used, axis=0) - used
-    unused_starts = all_used + jnp.cumsum(total - used, axis=0) - total  # of token 0, if it were not in use
+    all_used = used.sum(axis=0, keepdims=True, dtype=integer)
+    starts = jnp.cumsum(used, axis=0, dtype=integer) - used
+    unused = jnp.cumsum(total - used, axis=0, dtype=integer)
+    unused_starts = all_used + unused - total  # of token 0, if it were not in use
     places = jnp.where(token < used, starts + token, unused_starts + token).reshape(-1)
     source = jnp.zeros_like(places).at[places].set(jnp.arange(n * total, dtype=places.dtype))
-    offsets = jnp.append(_fold(cu_seqlens[:, :-1] + starts), all_used)
+    offsets = jnp.append(_fold(cu_seqlens[:, :-1] + starts), all_used[0])
     return offsets, places, *(_fold(array)[source] for array in arrays)
 
 

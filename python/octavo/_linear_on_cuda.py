@@ -149,13 +149,17 @@ def by_jax(
     import jax
     import jax.numpy as jnp
 
+    # Neither ranks nor dtypes are promoted here: a program may forbid either.
+    def beside(array: Any, vector: Any) -> Any:
+        return jnp.broadcast_to(vector.astype(jnp.float32), array.shape)
+
     if norm_weight is not None:
         numbers = x.astype(jnp.float32)
         mean = jnp.mean(jnp.square(numbers), axis=-1, keepdims=True)
-        x = (numbers * jax.lax.rsqrt(mean + norm_eps) * norm_weight.astype(jnp.float32)).astype(x.dtype)
+        x = (numbers * jax.lax.rsqrt(mean + norm_eps) * beside(numbers, norm_weight)).astype(x.dtype)
     result = jnp.matmul(x, w.T, preferred_element_type=jnp.float32)
     if bias is not None:
-        result += bias
+        result += beside(result, bias)
     if activation == "silu":
         result = jax.nn.silu(result)
     elif activation == "gelu":
@@ -164,7 +168,7 @@ def by_jax(
         gate, up = jnp.split(result, 2, axis=-1)
         result = jax.nn.silu(gate) * up
     if residual is not None:
-        result += residual
+        result += residual.astype(jnp.float32)
     return result.astype(x.dtype)
 
 

@@ -96,7 +96,7 @@ def pack_tree_mask(mask: Any) -> Any:
     rows = mask.reshape(math.prod(shape[:-1]), columns)
     if library == "jax":
         padded = xp.pad(rows, ((0, 0), (0, _MAX_TOKENS - columns))).reshape(-1, 2, 32)
-        bits = padded.astype(xp.uint32) << xp.arange(32, dtype=xp.uint32)
+        bits = padded.astype(xp.uint32) << xp.arange(32, dtype=xp.uint32)[None, None]
         return bits.sum(axis=-1, dtype=xp.uint32)
     bits = rows.to(xp.int64) if library == "torch" else rows.astype(xp.int64)
     return (bits << _arange(library, xp, columns, mask, xp.int64)).sum(-1)
@@ -157,8 +157,8 @@ def tree_mask(parents: Any) -> Any:
             _check_parents(rows.numpy(), range(n))
     elif library == "numpy":
         _check_parents(rows, range(n))
-    index = _arange(library, xp, n, rows, rows.dtype)
-    sees = xp.broadcast_to(index[:, None] == index, (count, n, n))
+    index = _arange(library, xp, n, rows, rows.dtype)[None]
+    sees = xp.broadcast_to(index[:, :, None] == index[:, None], (count, n, n))
     # In each round a token sees what its ancestor twice as far up sees.
     up, sequence = xp.where(rows < 0, index, rows), _arange(library, xp, count, rows)[:, None]
     for _ in range(max(n - 1, 1).bit_length()):
