@@ -19,6 +19,7 @@ from jax.interpreters import mlir, xla
 
 from octavo import _core, _jax_batching, _linear_on_cuda
 from octavo._operators import ARGUMENTS, with_keywords
+from octavo._tree_mask import words_of_bools
 
 try:
     from jax import ffi  # since 0.5
@@ -384,6 +385,37 @@ def _option(op: str, name: str, kind: type[Option], value: Any) -> Option:
     raise TypeError(f"{op}: {name} must be a {kind.__name__}; got {type(value).__name__}")
 
 
+def _integers_of_64_bits(value: Any) -> np.ndarray | None:
+    """Those of NumPy or of a list, which JAX would make 32 bits of, outside of its x64 mode."""
+    is_on_host = isinstance(value, (np.ndarray, list, tuple))
+    if not is_on_host or any(isinstance(x, jax.Array) for x in jax.tree_util.tree_leaves(value)):
+        return None
+    array = np.asarray(value)
+    is_wide = array.dtype in (np.int64, np.uint64)
+    return array if is_wide and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype else None
+
+
+def _as_array(op: str, name: str, value: Any) -> jax.Array:
+    wide = _integers_of_64_bits(value)
+    if wide is not None:
+        bounds = np.iinfo(np.int32 if wide.dtype == np.int64 else np.uint32)
+        beyond = wide[(wide < bounds.min) | (wide > bounds.max)]
+        if beyond.size > 0:
+            raise ValueError(
+                f"{op}: {name} must fit in {bounds.dtype} outside of JAX's x64 mode; got {beyond[0]}"
+            )
+    return jnp.asarray(value)
+
+
+def words_of(op: str, name: str, mask: Any) -> jax.Array:
+    """The words of a mask: bools are packed, and words of 64 bits become pairs where JAX has no such."""
+    wide = _integers_of_64_bits(mask)
+    if wide is not None and wide.ndim == 1:
+        return jnp.asarray(np.ascontiguousarray(wide).view(np.uint32).reshape(-1, 2))
+    words = _as_array(op, name, mask)
+    return cast("jax.Array", words_of_bools(op, name, words)) if words.dtype == bool else words
+
+
 def run(
     op: Operator,
     arguments: Mapping[str, Any],
@@ -409,7 +441,7 @@ def run(
                 raise TypeError(f"{op.name}: {name} must be an array; got None")
             continue
         if is_array:
-            arrays[name] = jnp.asarray(value)
+            arrays[name] = _as_array(op.name, name, value)
         else:
             options[name] = _option(op.name, name, _OPTION_TYPES[argument["type"]], value)
     return _function(op, tuple(options.items()), frozenset(asked), gradients)(arrays)

@@ -29,7 +29,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 import octavo
@@ -38,7 +37,6 @@ from octavo._jax_cache import append_kv, copy_pages
 from octavo._jax_call import like
 from octavo._jax_kv_cache import KVCache, KVCacheStep
 from octavo._jax_latent_attention import latent_attention
-from octavo._tree_mask import words_of_bools
 from octavo._types import AttentionBackwardScalars, AttentionScalars, PagedAttentionScalars
 
 if TYPE_CHECKING:
@@ -314,10 +312,9 @@ def paged_attention(
     """
     arrays = {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": page_table, "seq_lens": seq_lens}
     asked = ["lse"] if return_lse else []
-    if options.get("tree_mask") is not None:
-        mask = jnp.asarray(options["tree_mask"])
-        if mask.dtype == bool:
-            options["tree_mask"] = words_of_bools("paged_attention", "tree_mask", mask)
+    mask = options.get("tree_mask")
+    if mask is not None:
+        options["tree_mask"] = _jax_call.words_of("paged_attention", "tree_mask", mask)
     results = _jax_call.run(_jax_call.PAGED_ATTENTION, {**arrays, **options}, asked)
     return (results[0], results[1]) if return_lse else results[0]
 

@@ -246,6 +246,30 @@ def test_in_programs_of_jax(device: str) -> None:
         np.testing.assert_array_equal(found, want)
 
 
+def test_programs_of_jax_without_64_bits_refuse_numbers_beyond_32() -> None:
+    octavo_jax = pytest.importorskip("octavo.jax")
+    q, pages = np.ones((2, 1, 8), np.float32), np.ones((2, 3, 4, 1, 8), np.float32)
+    table, lens = [[2], [0]], [1, 4]
+    wanted = octavo_jax.paged_attention(q, *pages, np.array(table, np.int32), np.array(lens, np.int32))
+    for kind in (as_int64, apart, list, tuple):
+        out = octavo_jax.paged_attention(q, *pages, kind(table), kind(lens))
+        np.testing.assert_array_equal(out, wanted)
+        for change in (
+            {"page_table": kind([[2], [2**32]])},
+            {"page_table": kind([[-HUGE], [0]])},
+            {"seq_lens": kind([1, HUGE + 4])},
+        ):
+            number = next(x for x in np.asarray(next(iter(change.values()))).flat if abs(x) > 2)
+            message = f"{next(iter(change))} must fit in int32 outside of JAX's x64 mode; got {number}$"
+            with pytest.raises(ValueError, match=f"^paged_attention: {message}"):
+                octavo_jax.paged_attention(q, *pages, **{"page_table": table, "seq_lens": lens, **change})
+    with pytest.raises(ValueError, match=f"^append_kv: slot_mapping must fit in int32 .* got {2**31}$"):
+        octavo_jax.append_kv(q, q, *pages, slot_mapping=[2**31, 0])
+    refused = pytest.raises(Exception, match=r"page_table\[1, 0\] must lie in .* got 4294967296")
+    with int64_of(Target("jax", "cpu", "float32")), refused:
+        octavo_jax.paged_attention(q, *pages, as_int64([[2], [2**32]]), lens).block_until_ready()
+
+
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_plans_are_those_of_int32(gpu: str) -> None:
     q, pages = np.ones((6, 8, 128), np.float16), np.ones((2, 9, 16, 2, 128), np.float16)

@@ -271,6 +271,14 @@ def test_bools_that_octavo_jax_makes_an_array_of() -> None:
         octavo_jax.paged_attention(**call, tree_mask=np.zeros(17, bool))
 
 
+def test_words_that_octavo_jax_makes_pairs_of() -> None:
+    octavo_jax = pytest.importorskip("octavo.jax")
+    call, words = paged_call(), make_words("random", (12, 5)) | np.uint64(1 << 63 | 1 << 40)
+    expected = octavo_jax.paged_attention(**call, tree_mask=pairs(words))
+    for mask in (words, words.view(np.int64), words.view(np.int64).tolist(), np.stack([words] * 2, 1)[:, 0]):
+        np.testing.assert_array_equal(octavo_jax.paged_attention(**call, tree_mask=mask), expected)
+
+
 @pytest.mark.gpu
 def test_bools_on_a_stream_of_the_callers() -> None:
     """The words live as long as the work, and nothing is read back: a graph holds how they are made."""
