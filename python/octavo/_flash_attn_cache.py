@@ -21,7 +21,7 @@ def page_table_of(
         if cache_batch_idx is not None:
             raise ValueError(f"{NAME}: cache_batch_idx belongs to a dense cache, without block_table")
         require_int32(NAME, "block_table", block_table, "[batch, max_pages]", batch, None)
-        return block_table
+        return with_unit_stride(block_table)
     if cache_batch_idx is not None:
         require_int32(NAME, "cache_batch_idx", cache_batch_idx, "[batch]", batch)
         return cache_batch_idx.unsqueeze(1)
@@ -53,18 +53,22 @@ def from_slots(
     return k_slots, v_slots, table
 
 
+def _are_readable(*tensors: Tensor) -> bool:
+    """Whether they have numbers, and on the CPU; tensors of a compiler have none."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
+
+
 def check_padding(first: Tensor, seq_lens: Tensor, num_slots: int) -> None:
     """Refuse, on the CPU, sequences that leave their row of a dense cache.
-
-    Tensors of a compiler have no numbers, and pass.
 
     Args:
         first: int32 [batch], the padding of each sequence.
         seq_lens: int32 [batch], padding and new tokens included.
         num_slots: of a row.
     """
-    is_readable = all(type(x) is Tensor and x.device.type == "cpu" for x in (first, seq_lens))
-    if not is_readable or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if not _are_readable(first, seq_lens):
         return
     for b, (padding, length) in enumerate(zip(first.tolist(), seq_lens.tolist(), strict=True)):
         if length > num_slots:
@@ -83,9 +87,32 @@ def tokens_before(batch: int, k_cache: Tensor, cache_seqlens: int | Tensor | Non
     """int32 [batch]: the tokens of each sequence that are in the cache before the call."""
     if isinstance(cache_seqlens, Tensor):
         require_int32(NAME, "cache_seqlens", cache_seqlens, "[batch]", batch)
-        return cache_seqlens
+        return with_unit_stride(cache_seqlens)
     length = capacity if cache_seqlens is None else cache_seqlens
     return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+
+
+def check_queries(seqlen_q: int, seq_lens: Tensor, first: Tensor | None, options: dict[str, Any]) -> None:
+    """Refuse, on the CPU, sequences with fewer tokens than queries.
+
+    ``octavo.paged_attention`` does so, too, but only once ``append`` has written to the cache.
+
+    Args:
+        seqlen_q: the queries of each sequence.
+        seq_lens: int32 [batch], padding and new tokens included.
+        first: int32 [batch], the padding of each sequence, if there is some.
+        options: those of ``octavo.paged_attention``. Queries that see all keys need not be among them.
+    """
+    is_bounded = options["window_left"] >= 0 or options["window_right"] >= 0
+    sees_all = not is_bounded and options["alibi_slopes"] is None
+    if sees_all or not _are_readable(seq_lens):
+        return
+    for b, length in enumerate((seq_lens if first is None else seq_lens - first).tolist()):
+        if 0 < length < seqlen_q:
+            raise ValueError(
+                f"{NAME}: sequence {b} must have as many tokens as queries ({seqlen_q}), or none, under a "
+                f"causal mask, a window or ALiBi; with the new ones it has {length}"
+            )
 
 
 def packing(batch: int, seqlen: int, device: torch.device) -> Tensor | None:

@@ -31,8 +31,17 @@ from octavo._flash_attn import (
     score_options,
     their_lse,
     their_results,
+    with_unit_stride,
 )
-from octavo._flash_attn_cache import append, check_padding, from_slots, packing, page_table_of, tokens_before
+from octavo._flash_attn_cache import (
+    append,
+    check_padding,
+    check_queries,
+    from_slots,
+    packing,
+    page_table_of,
+    tokens_before,
+)
 from octavo._torch_autograd import refuse_gradients
 
 __all__ = [
@@ -195,6 +204,7 @@ def flash_attn_varlen_func(
         raise ValueError(f"{name}: dropout_p must be 0 with block_table; got {dropout_p}")
     refuse_gradients(name, ["q", "k", "v"], (q, k, v))
     options = score_options(name, q, max_seqlen_q, *scores)
+    block_table = with_unit_stride(block_table)
     out, lse = attend_to_pages(q, k, v, block_table, cu_seqlens_k.diff(), options | queries)
     return their_results(q, out, lse) if return_attn_probs else out
 
@@ -341,6 +351,7 @@ def flash_attn_with_kvcache(
         require_shape(name, "k", k, new_axes, batch, None, *k_cache.shape[2:])
         require_shape(name, "v", v, new_axes, *k.shape[:3], v_cache.shape[3])
         seq_lens = seq_lens + k.shape[1]
+        check_queries(seqlen_q, seq_lens, cache_leftpad, options)
         queries_differ = options["window_left"] >= 0 or options["window_right"] >= 0
         rotary = {
             "rotary_cos": rotary_cos,

@@ -336,6 +336,18 @@ def test_gradients_of_numbers_are_refused(deterministic: bool) -> None:
         flash_attn_func(*small(), **{name: number.detach()}, deterministic=deterministic)
 
 
+def test_tables_of_any_strides() -> None:
+    q, k, v = small()
+    table = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+    results = [
+        flash_attn_varlen_func(
+            q.flatten(0, 1), k, v, CU_SEQLENS, CU_SEQLENS, 14, 14, causal=True, block_table=x
+        )
+        for x in (table, table.T.contiguous().T)
+    ]
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("index", range(3))
 def test_gradients_over_pages_are_refused(index: int) -> None:
     q, k, v = small()

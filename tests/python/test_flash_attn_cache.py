@@ -278,6 +278,20 @@ def test_lengths_as_a_number_or_none(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_new", [False, True])
+def test_integers_of_any_strides(device: str, has_new: bool) -> None:
+    x = tensors(device)
+    if not has_new:
+        x = {name: x[name] for name in ("q", "k_cache", "v_cache", "cache_seqlens")}
+    table = torch.tensor([[2, 1], [0, 1]], dtype=torch.int32, device=device)
+    for where in ({"block_table": table}, {"cache_batch_idx": table[:, 0].contiguous()}):
+        apart = {name: torch.stack([y, y], -1)[..., 0] for name, y in where.items()}
+        lens = torch.stack([x["cache_seqlens"]] * 2, 1)[:, 0]
+        expected, actual = run({**x, **where}), run({**x, **apart, "cache_seqlens": lens})
+        assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_cache_between_other_things(device: str) -> None:
     """Rows at any stride, as of one array of keys and values by layer."""
     x = tensors(device, 3)
@@ -448,6 +462,33 @@ def test_gradients_are_refused(name: str) -> None:
         assert not flash_attn_with_kvcache(**arguments).requires_grad
 
 
+QUERIES_OF_MORE_TOKENS: list[tuple[dict[str, Any], int]] = [
+    ({"causal": True}, 8),
+    ({"window_size": (3, 3)}, 8),
+    ({"alibi_slopes": torch.ones(4)}, 8),
+    ({"causal": True, "cache_leftpad": int32(2, 0)}, 6),
+    ({"causal": True, "block_table": int32(1, 0)[:, None]}, 8),
+]
+
+
+@pytest.mark.parametrize(("options", "length"), QUERIES_OF_MORE_TOKENS)
+def test_more_queries_than_tokens_are_refused_before_anything_is_written(
+    options: dict[str, Any], length: int
+) -> None:
+    x = {**tensors(), "q": torch.zeros(2, 15, 4, 16), "rotary_cos": None, "rotary_sin": None}
+    x |= {"cache_seqlens": 7, **options}
+    before = {name: x[name].clone() for name in ("k_cache", "v_cache")}
+    message = (
+        rf"flash_attn_with_kvcache: sequence 0 must have as many tokens as queries \(15\), or none, under a "
+        rf"causal mask, a window or ALiBi; with the new ones it has {length}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(**x)
+    assert all(torch.equal(x[name], y) for name, y in before.items())
+    x |= {"causal": False, "window_size": (-1, -1), "alibi_slopes": None}
+    flash_attn_with_kvcache(**x)  # every query sees all keys
+
+
 def test_values_are_checked_on_the_cpu() -> None:
     """By the operators, in their words."""
     for replaced, message in (
@@ -459,7 +500,9 @@ def test_values_are_checked_on_the_cpu() -> None:
                 "q": torch.zeros(2, 15, 4, 16),
                 "rotary_cos": None,
                 "rotary_sin": None,
-                "cache_seqlens": 7,
+                "cache_seqlens": 8,
+                "k": None,
+                "v": None,
                 "causal": True,
             },
             r"paged_attention: seq_lens\[0\] \(8\) counts the new tokens and must be .* at least .* \(15\)",
