@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # NumPy itself is imported by the first call that makes one of its arrays
@@ -23,8 +24,10 @@ class SupportsDLPack(Protocol):
 Array = TypeVar("Array", bound=SupportsDLPack)
 """The framework of the call's first array, which is that of its results."""
 
-Integers: TypeAlias = SupportsDLPack | list[int] | list[list[int]]
-"""Page numbers, lengths or offsets. A list only with arrays on the CPU, as int64 is."""
+Integers: TypeAlias = (
+    SupportsDLPack | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
+)
+"""Page numbers, lengths or offsets. A list or a tuple, of no other sequence, only with arrays on the CPU."""
 
 
 class SupportsCudaStream(Protocol):

@@ -215,6 +215,11 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
     assert_type(octavo.paged_attention(*paged, cu_seqlens_q=i, num_splits=None, window_left=2), Array)
     assert_type(octavo.paged_attention(*paged, return_lse=True, k_scale=0.5), tuple[Array, Array])
     assert_type(octavo.paged_attention(*paged, k_scale=x, k_scales=x, kv_dtype="int4"), Array)
+    octavo.paged_attention(x, x, x, [[0, 1]], (3,), chosen_pages=[[[0, 1], [1, -1]]])
+    octavo.paged_attention(x, x, x, ((0, 1),), [3], cu_seqlens_q=[0, 1], bidirectional_ranges=[[(0, 2)]])
+    octavo.copy_pages(x, x, [(0, 1)])
+    octavo.copy_pages(x, x, octavo.PageAllocator(4, 2).take_copies())
+    octavo.paged_attention(x, x, x, [["0"]], [3])  # type: ignore[arg-type]
     results = (x, x, x, x, x, x)
     assert_type(octavo.attention_backward(*results, dlse=x, dq=x), tuple[Array, Array, Array])
     assert_type(
