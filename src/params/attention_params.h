@@ -134,8 +134,12 @@ struct SequenceSliceOf {
 
     OCTAVO_HD int32_t q_pos(int32_t i) const { return see.seqlen_k - seqlen_q + i; }
 
+    // Not more than page_table has room for, whatever seq_lens says: there are no pages behind that.
     OCTAVO_HD static int32_t seqlen_k(const AttentionParams& p, int32_t b) {
-        if (p.seq_lens) return behind_skipped(p, p.seq_lens[b]);
+        if (p.seq_lens) {
+            const int32_t length = behind_skipped(p, p.seq_lens[b]);
+            return length < p.seqlen_k ? length : p.seqlen_k;
+        }
         if (p.cu_seqlens_k) return p.cu_seqlens_k[b + 1] - p.cu_seqlens_k[b];
         if (!p.paged()) return p.seqlen_k;
         const int32_t left = p.total_k - b * p.seqlen_k;

@@ -51,10 +51,12 @@ struct LatentSequence {
     int64_t first_q;  // its first query, a row of q, out and lse
     int32_t seqlen_q, seqlen_k;
 
+    // Not more keys than page_table has room for, whatever seq_lens says.
     OCTAVO_HD static LatentSequence make(const LatentAttentionParams& p, int32_t b) {
-        if (!p.cu_seqlens_q) return {b, 1, p.seq_lens[b]};
+        const int32_t length = p.seq_lens[b], seqlen_k = length < p.seqlen_k ? length : p.seqlen_k;
+        if (!p.cu_seqlens_q) return {b, 1, seqlen_k};
         const int32_t first = p.cu_seqlens_q[b];
-        return {first, p.cu_seqlens_q[b + 1] - first, p.seq_lens[b]};
+        return {first, p.cu_seqlens_q[b + 1] - first, seqlen_k};
     }
 
     // A query sees the keys below this one.

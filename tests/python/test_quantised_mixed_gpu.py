@@ -124,18 +124,26 @@ def test_replays(torch: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_lengths_past_the_table(torch: Any, kind: str) -> None:
-    """They are no valid input, and spoil no other sequence."""
-    cache, table, lengths = filled(kind, [1600, *NUM_TOKENS[1:]], head_dim=128)
-    assert table.shape[1] == 100, "as many pages as the first sequence has"
-    q = queries(sum(CHUNKS), 16, 128, "bfloat16")
-    given = {
-        "page_table": table,
-        "seq_lens": lengths,
-        "cu_seqlens_q": np.cumsum([0, *CHUNKS], dtype=np.int32),
-    }
-    arrays = {name: to_gpu(torch, x) for name, x in given.items()} | on_gpu(torch, cache)
-    arrays["max_seqlen_q"] = max(CHUNKS)
-    expected = octavo.paged_attention(to_gpu(torch, q), **arrays)
+    """They are no valid input, and spoil no other sequence.
+
+    A call with a larger table leaves its numbers where the next one has workspace that it does not write.
+    """
+    q = to_gpu(torch, queries(sum(CHUNKS), 16, 128, "bfloat16"))
+
+    def arrays_of(first: int) -> dict[str, Any]:
+        cache, table, lengths = filled(kind, [first, *NUM_TOKENS[1:]], head_dim=128)
+        assert table.shape[1] == -(-first // 16), "as many pages as the first sequence has"
+        given = {
+            "page_table": table,
+            "seq_lens": lengths,
+            "cu_seqlens_q": np.cumsum([0, *CHUNKS], dtype=np.int32),
+        }
+        arrays = {name: to_gpu(torch, x) for name, x in given.items()} | on_gpu(torch, cache)
+        return arrays | {"max_seqlen_q": max(CHUNKS)}
+
+    octavo.paged_attention(q, **arrays_of(2600))
+    arrays = arrays_of(1600)
+    expected = octavo.paged_attention(q, **arrays)
     arrays["seq_lens"][0] = 2600
-    out = octavo.paged_attention(to_gpu(torch, q), **arrays)
+    out = octavo.paged_attention(q, **arrays)
     assert torch.equal(out[CHUNKS[0] :], expected[CHUNKS[0] :])

@@ -164,8 +164,7 @@ class Schedule {
 
     // An item without keys still has one block, which writes its empty result.
     __device__ int32_t count_blocks(int32_t sequence) {
-        // Not more than the launcher has planned for.
-        lengths_[sequence] = min(SequenceSlice::seqlen_k(p_, sequence), p_.seqlen_k);
+        lengths_[sequence] = SequenceSlice::seqlen_k(p_, sequence);
         if (p_.cu_seqlens_q && p_.served_queries(sequence) == 0) return 0;
         return max(key_blocks<kBlockKeys>(slice(sequence)).count, 1);
     }

@@ -179,8 +179,7 @@ __global__ void __launch_bounds__(kExpandThreads, 5)
     if (token == 0 && kv_head == 0 && lane == 0) plan.page_table[batch] = slot;
     const SequenceSlice sequence = SequenceSlice::make(p, batch);
     if (sequence.seqlen_q == 0) return;
-    // Behind the tokens that the table has room for lie the numbers of the next slot.
-    const int32_t seqlen_k = min(sequence.see.seqlen_k, p.seqlen_k);
+    const int32_t seqlen_k = sequence.see.seqlen_k;
     // Keys between the prefix and the first query's window may lie in pages that no longer belong to the
     // sequence.
     const int32_t prefix_len = sequence.see.prefix_len;

@@ -197,7 +197,8 @@ def filled(
     num_pages = max(num_pages, sum(columns) + 2)
     cache = Cache.empty(kind, num_pages, page_size, num_kv_heads, head_dim, head_dim_v=head_dim_v)
     pages = iter(rng.permutation(num_pages).tolist())
-    table = np.full((len(lengths), max(columns)), 2**30, np.int32)
+    # An odd number, so that offsets of 32 bits do not take it for page 0.
+    table = np.full((len(lengths), max(columns)), 2**30 - 12345, np.int32)
     for row, count in zip(table, columns, strict=True):
         row[:count] = [next(pages) for _ in range(count)]
     k, v = (rng.standard_normal((sum(lengths), num_kv_heads, dim)) for dim in (head_dim, head_dim_v))
