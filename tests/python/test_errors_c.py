@@ -1,4 +1,4 @@
-"""include/octavo/octavo.h: its errors, what is exported of it, and that it is plain C; warnings of all headers."""
+"""include/octavo/octavo.h: its errors, its exports, and that it is plain C; warnings of all headers."""
 
 import re
 from ctypes import POINTER, byref, c_int32, c_int64, c_uint64
