@@ -181,6 +181,7 @@ void check_tables(const Checker& check, const AppendKvArgs& args, AppendKvParams
     check.length("batch", batch);
     check.length("max_pages", max_pages);
     p.page_table_stride = stride_of(*args.page_table, 0);
+    p.max_pages = static_cast<int32_t>(max_pages);
     p.batch = static_cast<int32_t>(batch);
     if (args.cu_seqlens) {
         p.cu_seqlens = check.index("cu_seqlens", *args.cu_seqlens, 1, "[batch + 1]");

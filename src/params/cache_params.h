@@ -28,6 +28,7 @@ struct AppendKvParams {
     int64_t v_page_stride, v_slot_stride, v_pages_head_stride;
     IndexArray page_table;  // [batch, max_pages]; null with slot_mapping
     int64_t page_table_stride;
+    int32_t max_pages;
     IndexArray seq_lens;       // [batch], new tokens included
     IndexArray cu_seqlens;     // [batch + 1]; null: one token a sequence
     const void* slot_mapping;  // [total], int64 or int32: page * page_size + slot, negative: none; or null

@@ -143,6 +143,23 @@ def test_queries_that_the_batch_shares(torch: Any, library: ArrayLibrary) -> Non
     assert torch.equal(octavo.attention(shared, k, v), octavo.attention(shared.contiguous(), k, v))
 
 
+@pytest.mark.parametrize("kind", ["", "int8"])
+@pytest.mark.parametrize("rotates", [False, True])
+def test_tokens_behind_the_page_table_are_not_stored(torch: Any, kind: str, rotates: bool) -> None:
+    """They are no valid input, and spoil no other sequence, whose page is the next entry of the table."""
+    pages = torch.zeros(2, 2, 16, 1, 64, dtype=torch.int8 if kind else torch.float16, device="cuda")
+    options: dict[str, Any] = {"k_scale": 0.5, "v_scale": 0.5} if kind else {}
+    if rotates:  # by nothing
+        angles = torch.zeros(64, 32, device="cuda")
+        options |= {"rotary_cos": angles + 1, "rotary_sin": angles}
+    new = torch.ones(2, 1, 64, dtype=torch.float16, device="cuda")
+    table, seq_lens = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([[1], [0]], [17, 3]))
+    octavo.append_kv(new, new, *pages, table, seq_lens, **options)
+    expected = torch.zeros_like(pages)
+    expected[:, 0, 2] = 2 if kind else 1
+    assert torch.equal(pages, expected)
+
+
 def test_graph_of_copies_and_merges(torch: Any, library: ArrayLibrary) -> None:
     shape = (6, 16, 2, 64)
     k_pages, v_pages = (library.array(np.full(shape, np.nan), DTYPE) for _ in "kv")

@@ -23,7 +23,7 @@ __device__ __forceinline__ int32_t find_sequence(const IndexArray& cu_seqlens, i
 }
 
 struct Place {
-    bool exists;  // false if the token is padding
+    bool exists;  // false if the token is padding, or lies behind the page table
     int64_t page, slot;
     int32_t position;  // the token's position in its sequence, where that is known
 };
@@ -44,6 +44,7 @@ __device__ __forceinline__ Place find_place(const AppendKvParams& p, const FastD
     const int32_t position = p.seq_lens[b] - from_end;
     if (position < 0) return kNone;
     const int32_t page_index = page_size.quotient(position);
+    if (page_index >= p.max_pages) return kNone;
     const int64_t page = p.page_table[b * p.page_table_stride + page_index];
     return {true, page, position - page_index * p.page_size, position};
 }
