@@ -81,8 +81,13 @@ TEST(Plan, UnlikeLengthsOverCodesAreSharedOutEvenly) {
     EXPECT_EQ(kernel(over_int4({64, 4096, 32, 1})), "split_kv_decode") << "many items";
     EXPECT_EQ(kernel(over_int4({128, 2048})), "split_kv_decode") << "short items";
     EXPECT_EQ(kernel(over_int4({64, 8192, 1, 8})), "split_kv_decode") << "few items";
-    EXPECT_EQ(kernel(over_int4({64, 4096, 8, 16})), "split_kv_decode") << "two tiles of rows";
-    EXPECT_EQ(kernel(over_int4({64, 4096, 8, 4, 64})), "split_kv_decode") << "head dim 64";
+    for (int64_t keys : {4096, 65536}) {
+        EXPECT_EQ(kernel(over_int4({128, keys, 8, 16})), "split_kv_decode") << "two tiles of rows";
+        EXPECT_EQ(kernel(over_int4({128, keys, 8, 4, 64})), "split_kv_decode") << "head dim 64";
+    }
+    Shape drafts{128, 65536};
+    drafts.queries = 8;
+    EXPECT_EQ(kernel(over_int4(drafts)), "divide_queries") << "parts of 16 rows, over which split-KV decodes";
 }
 
 TEST(Plan, CallsOverCodesWithoutOptionsArePlain) {

@@ -28,6 +28,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"alibi_slopes": [SLOPES, SLOPES[::-1]], "softcap": 5.0},
     {"alibi_slopes": SLOPES, "alibi_symmetric": True},
     {"alibi_slopes": SLOPES, "alibi_symmetric": True, "window_left": 60, "window_right": 31},
+    {"alibi_slopes": SLOPES, "alibi_symmetric": True, "causal": True, "prefix_lens": [130, 0]},
+    {"alibi_slopes": [SLOPES, SLOPES[::-1]], "alibi_symmetric": True, "sinks": SINKS},
     {"alibi_slopes": [SLOPES, SLOPES[::-1]], "alibi_symmetric": True, "dropout_p": 0.2, "dropout_seed": 7},
     {"dropout_p": 0.2, "dropout_seed": 7, "dropout_offset": 3},
     {"causal": True, "dropout_p": 0.5, "dropout_seed": 1, "alibi_slopes": SLOPES},
@@ -90,6 +92,17 @@ def test_dense(torch: Any, options: dict[str, Any], head_dim: int, dtype: str) -
     expected = gradients(torch, [x.float() for x in tensors], options, dlse)
     found = gradients(torch, [x.cuda() for x in tensors], options, dlse)
     check(torch, found, expected, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(203, 90), (130, 600), (600, 600)], ids=str)
+def test_symmetric_alibi(torch: Any, lengths: tuple[int, int], head_dim: int) -> None:
+    """Tiles of keys before, on and behind the diagonal; queries before the first key."""
+    n, m = lengths
+    tensors = random(torch, "bfloat16", (2, n, 4, head_dim), *[(2, m, 2, head_dim)] * 2, (2, n, 4, head_dim))
+    options = {"alibi_slopes": SLOPES, "alibi_symmetric": True}
+    expected = gradients(torch, [x.float() for x in tensors], options)
+    check(torch, gradients(torch, [x.cuda() for x in tensors], options), expected, "bfloat16")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -347,22 +347,22 @@ bool is_whole_batch(const AttentionParams& p) { return p.num_skipped_keys == 0 &
 
 // Whether a batch over codes is for the stream-K kernel, which shares out any lengths evenly but takes a few
 // microseconds more, and not for sized splits. It is where the room is likely to be much more than most
-// sequences take: splits of that size are then too few for SMs that compute, and the longest sequences have
-// too few of them. Over int4, which computes most for its bytes, it is also where there is much to do in few
-// and long items for each SM. (64 sequences of 1 to 4096 keys with 8 heads of 128 take 45 us instead of 53;
-// if all have 4096, both take 75.)
+// sequences take: splits of that size are then too few for SMs that compute, and where there are many items
+// the longest ones are hardly cut. Over values of int4, which take most computing for their bytes, it is also
+// where there is much to do in few and long items for each SM. (64 sequences of 1 to 4096 keys with 8 heads
+// of 128 take 45 us instead of 53; if all have 4096, both take 75.) With more rows, at other head dims and
+// for a part of a batch, sized splits were as fast or were not compared.
 bool suits_stream_k(const SplitKvProblem& problem) {
     constexpr int64_t kRoomy = 8;              // splits of an item of full length
     constexpr int64_t kMuch = 3 * 512 * 1024;  // bytes on each SM
     constexpr int64_t kShort = 256 * 1024;     // bytes of an item
     const AttentionParams& p = problem.p;
-    if (!is_whole_batch(p)) return false;
-    if (sized_splits(problem) >= kRoomy) return true;
-    const int64_t items = problem.items(), sms = problem.gpu.num_sms;
     const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
-    return p.v_dtype == DType::int4 && head_dim > 64 && head_dim <= 128 && problem.rows() <= 8 &&
-           items >= sms && items <= 8 * sms && problem.item_bytes() > kShort &&
-           items * problem.item_bytes() >= kMuch * sms;
+    if (!is_whole_batch(p) || problem.rows() > 8 || head_dim <= 64 || head_dim > 128) return false;
+    if (sized_splits(problem) >= kRoomy) return true;
+    const int64_t items = problem.items(), sms = problem.gpu.num_sms, item_bytes = problem.item_bytes();
+    return p.v_dtype == DType::int4 && items >= sms && items <= 8 * sms && item_bytes > kShort &&
+           items * item_bytes >= kMuch * sms;
 }
 
 // Whether splits are by length, and not sized. Two CTAs or more are left for each item. Where four are, or

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int32_t cta = grid_index(launch.partial).x;
 
-    prefetch_params<Config>(p);
+    prefetch_params<Config>(params);
     auto& own = shared.warps[warp];
     const WarpRings<Config> rings(own.blocks, own.queries);
     const BlockCopier<T, Config> rows(p, launch.codes);

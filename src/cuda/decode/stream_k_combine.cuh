@@ -85,6 +85,7 @@ class StreamKCombine {
   private:
     enum class Destination { next_cta, result, result_with_others };
     static constexpr int kPartials = 2 * Config::kWarps;
+    static_assert(kPartials <= 32, "a lane looks at each");
     static constexpr int kColumns = Config::kHeadDim / 4;  // groups of four
     static constexpr int kAtOnce = 8;                      // CTAs whose partial results are loaded together
 

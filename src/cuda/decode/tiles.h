@@ -78,7 +78,8 @@ struct DecodeConfig {
 // The warps of a CTA of the stream-K kernel, an even number, so that partial results begin on 16 bytes. With
 // two tiles of rows a warp takes so long that four of them do not draw an SM's share of the bandwidth. For
 // head dim 512, only two warps have room for a second block besides their queries and partial results. Over
-// codes, where computing limits a warp, there are as many as have room for that and registers.
+// int4, and over all codes at head dim 64, a warp computes for longer than it reads, and blocks are small:
+// more warps have room for two of them and registers.
 constexpr int stream_k_warps(int head_dim, int row_tiles, Codes codes) {
     const bool has_small_blocks = codes == Codes::int4 || (codes != Codes::none && head_dim == 64);
     if (has_small_blocks) return head_dim > 128 ? 6 : row_tiles == 2 ? 8 : 12;
@@ -95,12 +96,13 @@ struct StreamKConfig
     // Blocks that a warp has in flight: up to 144 KB per SM, three times as much as HBM's latency requires,
     // but no more than fit besides the queries of as many items and a partial result.
     static constexpr int kWarpPartialBytes = Base::kRows * (Base::kWarpPartialRow + 2) * 4;
-    // (With codes, a warp's part of shared memory begins on 512 bytes, which wastes up to 3 KB for six
-    // warps.)
+    // (With codes, a warp's part of shared memory begins on 512 bytes, which wastes up to 6 KB.)
     static constexpr int kStages =
         std::min(144 * 1024 / (Base::kWarps * Base::kBlockBytes),
                  ((kCodes == Codes::none ? 219 : 214) * 1024 / Base::kWarps - kWarpPartialBytes) /
                      (16 * (Base::kBlockChunks + Base::kScaleChunks + Base::kQueryChunks)));
+    static_assert(kStages >= 2);
+    static_assert(Base::kPartialRow % 4 == 0, "rows of partial results begin on 16 bytes");
     // A CTA's range costs as much as about this many blocks at least, 64 KB per tile of rows: combining
     // smaller ones would take longer than they save.
     static constexpr int kMinBlocks = std::max(kRowTiles * 64 * 1024 / Base::kBlockBytes, Base::kWarps);

@@ -69,7 +69,7 @@ __device__ __forceinline__ int32_t way_to_first_key(const Sm90BackwardWork<Confi
            (tile.seq.q_pos(0) + step.tile * Config::kQueries + 2 * static_cast<int32_t>(threadIdx.x % 4));
 }
 
-// How much longer the way from the query of its score `i` is.
+// How much longer the way of its score `i` is than that of its first one.
 __device__ __forceinline__ float way_between(int i) {
     return static_cast<float>(i / 2 % 2 * 8 - (i / 4 * 8 + i % 2));
 }

@@ -27,7 +27,8 @@ struct Sm90BackwardLaunch {
     int64_t num_rows;       // rows of each head
     int32_t num_tiles;      // tiles of each head
     float scale_log2;       // softmax_scale in units of log2(e)
-    // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh).
+    // Statistics of queries, [num_q_heads, num_rows], each of the type that its instance takes (prepare.cuh);
+    // of lse with symmetric ALiBi two of these, one behind the other.
     void* lse;
     void* delta;
     int32_t* tiles_taken;  // tiles of keys that CTAs took: all of them in turns (below) or where sums are

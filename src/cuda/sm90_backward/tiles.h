@@ -63,7 +63,7 @@ constexpr bool has_instance(const Sm90BackwardTiles& tiles, Sm90BackwardFeature 
 }
 
 // How many rows of terms of scores a query has. With symmetric ALiBi they are two: for keys that do not lie
-// behind it, and for those that do, whose bias falls with the distance (alibi.cuh).
+// behind it, and for those that do, where the slope has the other sign (alibi.cuh).
 constexpr int score_terms(Sm90BackwardFeature feature) {
     return feature == Sm90BackwardFeature::symmetric_alibi ? 2 : 1;
 }
