@@ -71,6 +71,7 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
         self.supports_draft_decode_metadata_update &= self._ranks == 1
         self._interleave: int = vllm_config.parallel_config.cp_kv_cache_interleave_size
         self._has_images: bool = model is not None and model.is_mm_prefix_lm
+        self._captures = False
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -94,6 +95,17 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
             if keeps_longer or longest is None or window < longest:
                 return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> OctavoMetadata:
+        """Return what `build` does, with all that some replay needs.
+
+        vLLM captures sequences without a past, and its steps have others.
+        """
+        self._captures = True
+        try:
+            return self.build(0, common_attn_metadata)
+        finally:
+            self._captures = False
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -136,17 +148,19 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
         return metadata
 
     def _lens_of_context(self, batch: CommonAttentionMetadata) -> Tensor | None:
-        # All ranks have to come to the same answer, since they talk to each other where there is a context.
-        upper_bound, starts = batch.seq_lens_cpu_upper_bound, batch.query_start_loc_cpu
-        if upper_bound is not None:
-            num_new = starts[: batch.num_reqs + 1].diff()
-            if not (upper_bound[: batch.num_reqs] > num_new).any():
-                return None
         if self._context_lens is None:
             self._context_lens = torch.empty(self._max_tokens, dtype=torch.int32, device=self.device)
         before = batch.seq_lens - batch.query_start_loc.diff()
         lens = self._context_lens[: len(before)]
-        return lens.copy_(get_dcp_local_seq_lens(before, self._ranks, self._rank, self._interleave))
+        # Also where none has a context: a graph that is replayed reads the lengths.
+        lens.copy_(get_dcp_local_seq_lens(before, self._ranks, self._rank, self._interleave))
+        # All ranks have to come to the same answer, since they talk to each other where there is a context.
+        upper_bound, starts = batch.seq_lens_cpu_upper_bound, batch.query_start_loc_cpu
+        if upper_bound is not None and not self._captures:
+            num_new = starts[: batch.num_reqs + 1].diff()
+            if not (upper_bound[: batch.num_reqs] > num_new).any():
+                return None
+        return lens
 
     def update_block_table(
         self, metadata: OctavoMetadata, blk_table: Tensor, slot_mapping: Tensor

@@ -185,6 +185,16 @@ class Layer:
             ),
         )
 
+    def captured(self, sequences: Sequence[int], counts: Sequence[int], **options: Any) -> Batch:
+        """The same as a captured step has it: with all rows and tokens, most of them padding."""
+        padding = {
+            "padded_tokens": MAX_TOKENS - sum(counts),
+            "padded_rows": MAX_BATCH - len(sequences),
+        }
+        batch = self.batch(sequences, counts, **padding, **options)
+        batch.metadata.max_query_len = MAX_TOKENS
+        return batch
+
     def run(self, batch: Batch, common_prefix_len: int = 0) -> None:
         """As vLLM does: metadata, then the cache, then attention."""
         metadata = self.builder.build(common_prefix_len, batch.metadata)

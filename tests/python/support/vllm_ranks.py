@@ -18,7 +18,7 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from support.vllm_cases import random_step, run_steps
+from support.vllm_cases import STEPS, random_step, run_steps
 from support.vllm_layer import Layer
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,6 +26,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"logits_soft_cap": 2.0},
     "sinks": {"sinks": torch.tensor([2.0, -1.0])},
 }
+
+
+def check_captured_step(layer: Layer) -> None:
+    """A step that vLLM captured without a context, over contexts, and over none behind these."""
+    captured = layer.builder.build_for_cudagraph_capture(layer.captured((6, 7), (1, 1)).metadata)
+    for sequences, counts in [*STEPS, ((5,), (9,))]:
+        batch = layer.captured(sequences, counts)
+        layer.builder.build(0, batch.metadata)
+        layer.run_layer(batch, captured)
+        layer.check(sequences, counts, batch)
 
 
 def main(device: str) -> None:
@@ -59,6 +69,9 @@ def main(device: str) -> None:
                     batch = layer.batch(sequences, counts, padded_tokens=3, padded_rows=1)
                     layer.run(batch)
                     layer.check(sequences, counts, batch)
+    for interleave in (1, 16):
+        heads = {"num_heads": 2, "num_kv_heads": 1}
+        check_captured_step(Layer(device, dtypes[0], **heads, ranks=ranks, rank=rank, interleave=interleave))
     with pytest.raises(ValueError, match="ALiBi beside DCP not supported"):
         Layer(device, options={"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, ranks=ranks, rank=rank)
     print(f"rank {rank} is done")
