@@ -99,7 +99,7 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> OctavoMetadata:
         """Return what `build` does, with all that some replay needs.
 
-        vLLM captures sequences without a past, and its steps have others.
+        vLLM captures sequences without a past and without prompts (R-SWA), and its steps have both.
         """
         self._captures = True
         try:
@@ -130,11 +130,12 @@ class OctavoMetadataBuilder(AttentionMetadataBuilder[OctavoMetadata]):
             metadata.prefix_lens = self._prefix_lens[: len(is_causal)]
             self.update_draft_decode_metadata(metadata)
         lens = batch.rswa_prefix_lens
-        if self._reference_window is not None and lens is not None:
+        if self._reference_window is not None and (lens is not None or self._captures):
             if self._reference_lens is None:
                 self._reference_lens = torch.empty(self._max_tokens, dtype=torch.int32, device=self.device)
-            metadata.reference_lens = self._reference_lens[: len(batch.seq_lens)]
-            metadata.reference_lens.copy_(lens[: len(batch.seq_lens)], non_blocking=True)
+            metadata.reference_lens = self._reference_lens[: len(batch.seq_lens)].zero_()
+            if lens is not None:  # vLLM's second runner has none of padding rows
+                metadata.reference_lens[: len(lens)].copy_(lens[: len(batch.seq_lens)], non_blocking=True)
             metadata.reference_window = self._reference_window
         if self._has_images:
             ranges = _image_ranges(batch)

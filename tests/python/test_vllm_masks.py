@@ -143,30 +143,36 @@ def test_references(device, invariant, monkeypatch):
     assert dropped > 5
 
 
+def next_captured(layer, sequences, counts):
+    """vLLM's second runner has the prompts of a step's own sequences, and none of its padding rows."""
+    return layer.captured(sequences, counts, reference_lens=[PROMPTS[sequence] for sequence in sequences])
+
+
+@on_devices
+def test_references_of_a_captured_step(device):
+    """vLLM's second runner captures a step without prompts."""
+    layer = Layer(device, dtype_on(device), reference_window=WINDOW)
+    metadata = layer.builder.build_for_cudagraph_capture(layer.captured((5, 6), (1, 1)).metadata)
+    assert metadata.reference_window == WINDOW and not metadata.reference_lens.any()
+    for sequences, counts in [*STEPS, *FAR_STEPS]:
+        batch = next_captured(layer, sequences, counts)
+        layer.builder.build(0, batch.metadata)
+        layer.run_layer(batch, metadata)
+        check_masks(layer, sequences, counts, batch, sees_references)
+
+
 @pytest.mark.gpu
 def test_cuda_graph_of_references():
     """The prompts change from replay to replay."""
     layer = Layer("cuda", "bfloat16", head_size=64, block_size=16, reference_window=WINDOW)
-
-    def next_batch(sequences, counts):
-        rows = vllm_layer.MAX_BATCH - len(sequences)
-        return layer.batch(
-            sequences,
-            counts,
-            padded_tokens=vllm_layer.MAX_TOKENS - sum(counts),
-            padded_rows=rows,
-            reference_lens=[*(PROMPTS[sequence] for sequence in sequences), *[0] * rows],
-        )
-
-    batch = next_batch((3, 4), (1, 1))
-    batch.metadata.max_query_len = vllm_layer.MAX_TOKENS
+    batch = layer.captured((5, 6), (1, 1))
     metadata = layer.builder.build_for_cudagraph_capture(batch.metadata)
     layer.run_layer(batch, metadata)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         layer.run_layer(batch, metadata)
     for sequences, counts in STEPS:
-        batch = next_batch(sequences, counts)
+        batch = next_captured(layer, sequences, counts)
         layer.builder.build(0, batch.metadata)
         graph.replay()
         check_masks(layer, sequences, counts, batch, sees_references)
