@@ -17,7 +17,7 @@ _READING |= {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
 
 
 def refuse_to_be_read() -> NoReturn:
-    refuse("the model computes with its mask, of which Octavo makes no tensor", instead="eager")
+    refuse("the model computes with its mask, of which Octavo makes no tensor")
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,7 @@ def _let_models_refuse() -> None:
     def refuse_model(model: PreTrainedModel) -> NoReturn:
         refuse(
             f"{type(model).__name__} does not call transformers' AttentionInterface, so that its attention "
-            "cannot be replaced",
-            instead="eager",
+            "cannot be replaced"
         )
 
     @functools.wraps(get_correct)  # transformers calls it while a model, or a part of one, is made
@@ -146,7 +145,10 @@ def _attention(
             refuse_to_be_read()
         attention_mask = attention_mask.octavo_mask
     if isinstance(attention_mask, Tensor):
-        refuse(f"a mask of shape {tuple(attention_mask.shape)} is not supported; pass one [batch, seqlen]")
+        refuse(
+            f"a mask of shape {tuple(attention_mask.shape)} is not supported: callers may pass one [batch, "
+            "seqlen], and models that make such a mask of it themselves are not served"
+        )
     mask = attention_mask
     if mask is None:  # the model makes none, and says in other ways what its layers see
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -154,10 +156,7 @@ def _attention(
             refuse("a sliding window is supported in causal attention only")
         mask = Mask(causal, -1 if sliding_window is None else sliding_window - 1)
     if mask.kv_length is not None and mask.kv_length != key.shape[2]:
-        refuse(
-            f"a layer's keys ({key.shape[2]}) must be those that its mask was made for ({mask.kv_length})",
-            instead="eager",
-        )
+        refuse(f"a layer's keys ({key.shape[2]}) must be those that its mask was made for ({mask.kv_length})")
     mask = mask.on(query.device)
 
     q, k, v = (array.transpose(1, 2) for array in (query, key, value))
