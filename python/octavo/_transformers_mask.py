@@ -14,15 +14,31 @@ from octavo._transformers_refusals import refuse
 # What reads a tensor's elements, and makes no other one of them.
 _READING = {"__array__", "__bool__", "__contains__", "__dlpack__", "__float__", "__int__"}
 _READING |= {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
+# Python looks for operators in the class, and does not ask __getattr__.
+_OPERATORS = ["getitem", "len", "array", "bool", "float", "int", "abs", "neg", "pos", "invert"]
+_OPERATORS += ["lt", "le", "gt", "ge"]
+_OPERATORS += [side + name for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
+_OPERATORS += [side + name for name in ("and", "or", "xor", "matmul") for side in ("", "r")]
+
+
+class MaskError(ValueError, AttributeError):
+    """What says that a model computes with its mask.
+
+    It is an AttributeError, too, so that hasattr() says no, and getattr() returns its default.
+    """
 
 
 def refuse_to_be_read() -> NoReturn:
-    refuse("the model computes with its mask, of which Octavo makes no tensor")
+    refuse("the model computes with its mask, of which Octavo makes no tensor", MaskError)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """What a model's layers get as their attention_mask, made once a forward pass."""
+    """What a model's layers get as their attention_mask, made once a forward pass.
+
+    A model that reads its mask itself, such as one that selects keys by it, finds no tensor here: it is
+    refused whatever of a tensor it asks for.
+    """
 
     causal: bool
     window_left: int = -1
@@ -63,8 +79,19 @@ class Mask:
             )
         return self._elsewhere[device]
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        """A model that reads its mask itself, such as one that selects keys by it, finds no tensor here."""
+    def __getattr__(self, _: str) -> NoReturn:
+        refuse_to_be_read()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (int, float)):
+            refuse_to_be_read()
+        return self is other
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        """PyTorch calls it for its own functions and for operators that have a tensor on their left."""
         refuse_to_be_read()
 
     @property
@@ -73,6 +100,14 @@ class Mask:
             return {}
         keep = self.ranges_keep_window_left
         return {"bidirectional_ranges": self.ranges, "ranges_keep_window_left": keep}
+
+
+def _refuse_operator(*_: Any) -> NoReturn:
+    refuse_to_be_read()
+
+
+for _name in _OPERATORS:
+    setattr(Mask, f"__{_name}__", _refuse_operator)
 
 
 class Carrier(Tensor):

@@ -20,9 +20,9 @@ _UNSERVED = {  # keywords of attention functions that change what these return
 }
 
 
-def refuse(what: str) -> NoReturn:
+def refuse(what: str, error: type[ValueError] = ValueError) -> NoReturn:
     # All models have eager attention; sdpa has no softcap, no sinks and no weights to return.
-    raise ValueError(f"octavo.transformers: {what}; use another attn_implementation, such as eager")
+    raise error(f"octavo.transformers: {what}; use another attn_implementation, such as eager")
 
 
 def refuse_options(options: dict[str, Any], refuse: Callable[[str], NoReturn] = refuse) -> None:

@@ -1,5 +1,6 @@
 """octavo.transformers: models of Hugging Face transformers with their attention on Octavo."""
 
+import copy
 import importlib.util
 import sys
 
@@ -420,6 +421,14 @@ def test_keys_that_a_model_appends_are_refused():
 
 
 @pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.skipif(not hasattr(transformers, "DogeConfig"), reason="this transformers has none")
+def test_a_model_that_computes_with_its_mask_is_refused(grad):
+    model = tiny("DogeConfig", {"keep_window_size": 8}, attn_implementation="octavo")
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="the model computes with its mask"):
+        model(tokens(2, 17))
+
+
+@pytest.mark.parametrize("grad", [False, True])
 def test_a_mask_is_for_the_keys_that_it_was_made_for(grad):
     model = tiny_llama()
     attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["octavo"]
@@ -439,14 +448,26 @@ def test_a_mask_is_for_the_keys_that_it_was_made_for(grad):
                 attend(layer, q, keys, keys, mask)
 
 
-@torch.no_grad()
-def test_a_mask_is_no_tensor_to_compute_with():
-    """It has the shape of one. Cut, joined or copied it would be without what it stands for."""
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mask_is_no_tensor_to_compute_with(grad):
+    """Without gradients it has the shape of one. Cut, joined or copied it would be without what it says."""
     model = tiny_llama()
-    mask = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 7, 64), None, None)
-    assert mask.shape == mask.size() == (2, 1, 7, 7) and mask.ndim == 4 and mask.device.type == "cpu"
-    assert mask.to("cpu", torch.float16) is mask.contiguous() is mask and "Carrier" in repr(mask)
+    with torch.set_grad_enabled(grad):
+        mask = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 7, 64), None, None)
+    if grad:
+        assert mask == mask and mask != None and not hasattr(mask, "to")  # noqa: E711
+        assert getattr(mask, "dtype", None) is None and copy.deepcopy(mask).causal and hash(mask)
+        for ask in (lambda: mask.dtype, lambda: bool(mask), lambda: np.zeros(7) + mask):
+            with pytest.raises(ValueError, match="the model computes with its mask"):
+                ask()
+    else:
+        assert mask.shape == mask.size() == (2, 1, 7, 7) and mask.ndim == 4 and mask.device.type == "cpu"
+        assert mask.to("cpu", torch.float16) is mask.contiguous() is mask and "Carrier" in repr(mask)
     for compute in (
+        lambda: mask[0],
+        lambda: 1 - mask,
+        lambda: -mask,
+        lambda: (mask == 0) | (mask != 0),
         lambda: mask[:, :, :, :7],
         lambda: torch.cat([mask, mask], -1),
         lambda: torch.nn.functional.pad(mask, (0, 2)),
@@ -461,9 +482,11 @@ def test_a_mask_is_no_tensor_to_compute_with():
     ):
         with pytest.raises(ValueError, match="the model computes with its mask"):
             compute()
+    if grad:
+        return
     attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["octavo"]
     array = torch.zeros(2, 4, 7, 16)
-    with pytest.raises(ValueError, match="the model computes with its mask"):
+    with torch.no_grad(), pytest.raises(ValueError, match="the model computes with its mask"):
         attend(model.model.layers[0].self_attn, array, array, array, mask.data)
 
 
