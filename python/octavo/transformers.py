@@ -28,11 +28,9 @@ of a static cache stay on the device, so that one graph serves all of them.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import transformers
@@ -47,6 +45,7 @@ from octavo._transformers_descriptions import make_mask
 from octavo._transformers_hiding import hide
 from octavo._transformers_layers import Layers, LayerStep
 from octavo._transformers_mask import Carrier, Mask, refuse_to_be_read
+from octavo._transformers_models import let_models_refuse
 from octavo._transformers_packing import given_packing
 from octavo._transformers_refusals import refuse, refuse_options
 from octavo._transformers_static import over_static_cache
@@ -70,46 +69,9 @@ def register(name: str = "octavo") -> None:
     AttentionInterface.register(name, _attention)
     AttentionMaskInterface.register(name, make_mask)
     if not _names:
-        _let_models_refuse()
+        let_models_refuse(_names)
     _names.add(name)
     _transformers_paged.register(name)
-
-
-def _let_models_refuse() -> None:
-    """Have the models without AttentionInterface refuse Octavo by name.
-
-    transformers takes a registered name for any model. Those that do not know it fail while they are built
-    or run, each in its own way; ``set_attn_implementation`` logs a line and leaves them as they are.
-    """
-    get_correct = PreTrainedModel.get_correct_attn_implementation
-    set_implementation = PreTrainedModel.set_attn_implementation
-
-    def refuse_model(model: PreTrainedModel) -> NoReturn:
-        refuse(
-            f"{type(model).__name__} does not call transformers' AttentionInterface, so that its attention "
-            "cannot be replaced"
-        )
-
-    @functools.wraps(get_correct)  # transformers calls it while a model, or a part of one, is made
-    def get_correct_or_refuse(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested in _names and not (
-            self._can_set_attn_implementation()
-            or hasattr(sys.modules.get(type(self).__module__), "ALL_ATTENTION_FUNCTIONS")
-        ):
-            refuse_model(self)
-        return get_correct(self, requested, *args, **kwargs)
-
-    @functools.wraps(set_implementation)
-    def set_or_refuse(self: PreTrainedModel, requested: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(requested, str) and requested in _names:
-            for part in self.modules():
-                if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
-                    refuse_model(part)
-        set_implementation(self, requested, *args, **kwargs)
-
-    models: Any = PreTrainedModel
-    models.get_correct_attn_implementation = get_correct_or_refuse
-    models.set_attn_implementation = set_or_refuse
 
 
 def _attention(
