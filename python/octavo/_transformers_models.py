@@ -20,29 +20,45 @@ def let_models_refuse(names: set[str]) -> None:
     get_correct = PreTrainedModel.get_correct_attn_implementation
     set_implementation = PreTrainedModel.set_attn_implementation
 
-    def refuse_model(model: PreTrainedModel) -> NoReturn:
-        refuse(
-            f"{type(model).__name__} does not call transformers' AttentionInterface, so that its attention "
-            "cannot be replaced"
-        )
-
     @functools.wraps(get_correct)  # transformers calls it while a model, or a part of one, is made
     def get_correct_or_refuse(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested in names and not (
-            self._can_set_attn_implementation()
-            or hasattr(sys.modules.get(type(self).__module__), "ALL_ATTENTION_FUNCTIONS")
-        ):
-            refuse_model(self)
+        if requested in names:
+            module = sys.modules.get(type(self).__module__)
+            if not (self._can_set_attn_implementation() or hasattr(module, "ALL_ATTENTION_FUNCTIONS")):
+                _refuse_without_interface(type(self))
         return get_correct(self, requested, *args, **kwargs)
 
     @functools.wraps(set_implementation)
     def set_or_refuse(self: PreTrainedModel, requested: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(requested, str) and requested in names:
-            for part in self.modules():
-                if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
-                    refuse_model(part)
+        wanted = _implementations(self.config, requested)
+        for part in self.modules():
+            if not isinstance(part, PreTrainedModel):
+                continue
+            if wanted.get(id(part.config), wanted[id(self.config)]) not in names:
+                continue
+            if not part._can_set_attn_implementation():
+                _refuse_without_interface(type(part))
         set_implementation(self, requested, *args, **kwargs)
 
     models: Any = PreTrainedModel
     models.get_correct_attn_implementation = get_correct_or_refuse
     models.set_attn_implementation = set_or_refuse
+
+
+def _refuse_without_interface(kind: type) -> NoReturn:
+    refuse(
+        f"{kind.__name__} does not call transformers' AttentionInterface, so that its attention cannot be "
+        "replaced"
+    )
+
+
+def _implementations(config: Any, requested: Any) -> dict[int, Any]:
+    """What a request, which may be a dict by the names of parts, says of each config, by its id."""
+    own = requested.get("", config._attn_implementation) if isinstance(requested, dict) else requested
+    found = {id(config): own}
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            of_part = requested.get(name, part._attn_implementation) if isinstance(requested, dict) else own
+            found |= _implementations(part, of_part)
+    return found

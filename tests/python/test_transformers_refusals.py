@@ -50,3 +50,17 @@ def test_a_mask_of_four_axes_that_the_model_makes():
     for mask in (None, torch.ones_like(tokens())):
         with pytest.raises(ValueError, match=message):
             model(tokens(), attention_mask=mask)
+
+
+def test_implementations_by_part():
+    """A dict names parts; "" is the model itself."""
+    bloom = make_model("bloom", attn_implementation="eager")
+    message = "BloomForCausalLM does not call transformers' AttentionInterface"
+    with pytest.raises(ValueError, match=message):
+        bloom.set_attn_implementation({"": "octavo"})
+    with pytest.raises(ValueError, match=message):
+        type(bloom)._from_config(bloom.config, attn_implementation={"": "octavo"})
+    bloom.set_attn_implementation({"": "eager"})
+    llama = make_model("llama", attn_implementation="eager")
+    llama.set_attn_implementation({"": "octavo"})
+    assert llama.config._attn_implementation == "octavo"
