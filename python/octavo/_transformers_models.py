@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from typing import Any, NoReturn
 
@@ -23,8 +24,9 @@ def let_models_refuse(names: set[str]) -> None:
     @functools.wraps(get_correct)  # transformers calls it while a model, or a part of one, is made
     def get_correct_or_refuse(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested in names:
-            module = sys.modules.get(type(self).__module__)
-            if not (self._can_set_attn_implementation() or hasattr(module, "ALL_ATTENTION_FUNCTIONS")):
+            kind = _class_with_source(type(self))
+            module = sys.modules.get(kind.__module__)
+            if not (kind._can_set_attn_implementation() or hasattr(module, "ALL_ATTENTION_FUNCTIONS")):
                 _refuse_without_interface(type(self))
         return get_correct(self, requested, *args, **kwargs)
 
@@ -36,7 +38,9 @@ def let_models_refuse(names: set[str]) -> None:
                 continue
             if wanted.get(id(part.config), wanted[id(self.config)]) not in names:
                 continue
-            if not part._can_set_attn_implementation():
+            # transformers asks the part's own class, which then has the answer of the one with a source.
+            kind = _class_with_source(type(part))
+            if not (kind._can_set_attn_implementation() and part._can_set_attn_implementation()):
                 _refuse_without_interface(type(part))
         set_implementation(self, requested, *args, **kwargs)
 
@@ -50,6 +54,18 @@ def _refuse_without_interface(kind: type) -> NoReturn:
         f"{kind.__name__} does not call transformers' AttentionInterface, so that its attention cannot be "
         "replaced"
     )
+
+
+def _class_with_source(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class whose source transformers can look through: for one in a notebook, what it derives from."""
+    for base in kind.__mro__:
+        if issubclass(base, PreTrainedModel) and base is not PreTrainedModel:
+            try:
+                inspect.getsource(sys.modules[base.__module__])
+            except (KeyError, OSError, TypeError):
+                continue
+            return base
+    return kind
 
 
 def _implementations(config: Any, requested: Any) -> dict[int, Any]:

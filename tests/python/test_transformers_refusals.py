@@ -1,5 +1,8 @@
 """octavo.transformers: what errors say of models and calls that are not served."""
 
+import sys
+import types
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -64,3 +67,36 @@ def test_implementations_by_part():
     llama = make_model("llama", attn_implementation="eager")
     llama.set_attn_implementation({"": "octavo"})
     assert llama.config._attn_implementation == "octavo"
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A module without a source, as a notebook or the interpreter has it, in which classes are defined."""
+    module = types.ModuleType("notebook_without_a_source")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    module.transformers = transformers
+
+    def define(base):
+        name = f"My{base.__name__}"
+        exec(f"class {name}(transformers.{base.__name__}): pass", vars(module))
+        return getattr(module, name)
+
+    return define
+
+
+@torch.no_grad()
+def test_classes_of_a_notebook(notebook):
+    """What the class that they derive from can have."""
+    llama, bloom = (make_model(name, attn_implementation="eager") for name in ("llama", "bloom"))
+    expected, kind = llama(tokens()).logits, notebook(type(llama))
+    for first in ("octavo", "eager"):
+        model = kind._from_config(llama.config, attn_implementation=first).eval()
+        model.load_state_dict(llama.state_dict())
+        model.set_attn_implementation("octavo")
+        assert model.config._attn_implementation == "octavo"
+        torch.testing.assert_close(model(tokens()).logits, expected, atol=2e-5, rtol=1e-4)
+    kind, message = notebook(type(bloom)), "MyBloomForCausalLM does not call transformers' AttentionInterface"
+    with pytest.raises(ValueError, match=message):
+        kind._from_config(bloom.config, attn_implementation="octavo")
+    with pytest.raises(ValueError, match=message):
+        kind._from_config(bloom.config, attn_implementation="eager").set_attn_implementation("octavo")
