@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
+import torch
 from transformers import PreTrainedModel
 
 from octavo._transformers_refusals import refuse
@@ -42,11 +44,15 @@ def let_models_refuse(names: set[str]) -> None:
             kind = _class_with_source(type(part))
             if not (kind._can_set_attn_implementation() and part._can_set_attn_implementation()):
                 _refuse_without_interface(type(part))
+            if any(map(_is_of_a_table, {type(module) for module in _own_modules(part)})):
+                _refuse_table(type(part))
         set_implementation(self, requested, *args, **kwargs)
 
     models: Any = PreTrainedModel
     models.get_correct_attn_implementation = get_correct_or_refuse
     models.set_attn_implementation = set_or_refuse
+    for name in ("_from_config", "from_pretrained"):
+        setattr(models, name, _refusing_tables(getattr(models, name).__func__, names))
 
 
 def _refuse_without_interface(kind: type) -> NoReturn:
@@ -54,6 +60,10 @@ def _refuse_without_interface(kind: type) -> NoReturn:
         f"{kind.__name__} does not call transformers' AttentionInterface, so that its attention cannot be "
         "replaced"
     )
+
+
+def _refuse_table(kind: type) -> NoReturn:
+    refuse(f"{kind.__name__} chooses a class of its attention by name, so that it cannot be replaced")
 
 
 def _class_with_source(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -78,3 +88,33 @@ def _implementations(config: Any, requested: Any) -> dict[int, Any]:
             of_part = requested.get(name, part._attn_implementation) if isinstance(requested, dict) else own
             found |= _implementations(part, of_part)
     return found
+
+
+def _own_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Those of a model without those of models in it, which have configs of their own."""
+    for child in model.children():
+        if not isinstance(child, PreTrainedModel):
+            yield child
+            yield from _own_modules(child)
+
+
+def _is_of_a_table(kind: type) -> bool:
+    """Whether a module's class is in a table from which its model chose by name (SAM, GIT)."""
+    variables = getattr(sys.modules.get(kind.__module__), "__dict__", {})
+    tables = (table for name, table in variables.items() if name.endswith("ATTENTION_CLASSES"))
+    return any(kind in table.values() for table in tables if isinstance(table, dict))
+
+
+def _refusing_tables(make: Any, names: set[str]) -> Any:
+    """A class method that makes models, which are refused where they look for Octavo's name in a table."""
+
+    @functools.wraps(make)
+    def make_or_refuse(cls: type[PreTrainedModel], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(cls, *args, **kwargs)
+        except KeyError as error:
+            if error.args and error.args[0] in names:
+                _refuse_table(cls)
+            raise
+
+    return classmethod(make_or_refuse)

@@ -12,8 +12,9 @@ mask is not made in a compiled graph; and windows to both sides (ModernBERT). Pa
 a window takes a copy of queries and keys. What else a model asks for is refused with a ValueError, never
 approximated: other masks, position biases, keys that a model selects (DeepSeek-V3.2) or adds to those of its
 mask (DeepSeek-V4), attention weights. So are models whose attention is their own, outside of transformers'
-AttentionInterface: BLOOM, MPT, Falcon and other early ones. Values may have a head dim of their own
-(DeepSeek-V3). ``generate_batch`` wants the same head dims in all layers, and refuses Gemma 4.
+AttentionInterface: BLOOM, MPT, Falcon and other early ones; and those that choose a class of it by name (GIT,
+SAM). Values may have a head dim of their own (DeepSeek-V3). ``generate_batch`` wants the same head dims in
+all layers, and refuses Gemma 4.
 
 ``generate_batch`` serves many prompts at once from pages; ``make_scheduler`` requests as they come. The
 models' own ``model.generate_batch`` runs on Octavo, too, over the pages of transformers.

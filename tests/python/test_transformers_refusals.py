@@ -55,6 +55,58 @@ def test_a_mask_of_four_axes_that_the_model_makes():
             model(tokens(), attention_mask=mask)
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
+# Models that choose a class of their attention by name; the rest of them calls AttentionInterface.
+TABLES = {
+    "Git": lambda: transformers.GitConfig(
+        **SMALL, vocab_size=61, vision_config={**SMALL, "image_size": 32, "patch_size": 8}
+    ),
+    "Sam": lambda: transformers.SamConfig(
+        vision_config={
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "mlp_dim": 96,
+            "output_channels": 16,
+            "image_size": 32,
+            "patch_size": 8,
+            "global_attn_indexes": [0],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_models_that_choose_a_class_by_name(name, tmp_path):
+    kind = getattr(transformers, f"{name}Model")
+    message = rf"octavo\.transformers: {name}\w+ chooses a class of its attention by name"
+    with pytest.raises(ValueError, match=message):
+        kind._from_config(TABLES[name](), attn_implementation="octavo")
+    model = transformers.AutoModel.from_config(TABLES[name](), attn_implementation="eager")
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation("octavo")
+    assert model.config._attn_implementation == "eager"
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="octavo")
+
+
+def test_parts_beside_such_a_class():
+    """The images of GIT go through AttentionInterface."""
+    vision = TABLES["Git"]().vision_config
+    transformers.GitVisionModel._from_config(vision, attn_implementation="octavo")
+    model = transformers.GitModel._from_config(TABLES["Git"](), attn_implementation="eager")
+    model.set_attn_implementation({"vision_config": "octavo"})
+    assert model.image_encoder.config._attn_implementation == "octavo"
+    assert model.config._attn_implementation == "eager"
+
+
+def test_other_errors_while_a_model_is_made():
+    config = transformers.LlamaConfig(**SMALL, hidden_act="none of these")
+    with pytest.raises(KeyError, match="none of these"):
+        transformers.LlamaForCausalLM._from_config(config, attn_implementation="octavo")
+
+
 def test_implementations_by_part():
     """A dict names parts; "" is the model itself."""
     bloom = make_model("bloom", attn_implementation="eager")
