@@ -127,6 +127,7 @@ void launch_stream_k_kernel(const AttentionParams& params, const StreamKPlan& pl
                             const StreamKLaunch& arguments, cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(StreamKShared<Config>);
     static_assert(kSharedBytes <= kDecodeSharedBytes);
+    static_assert(Config::kStages >= 2, "a block is copied while another is multiplied");
     const LaunchShape shape{dim3(plan.num_ctas), Config::kThreads, true};
     launch<stream_k_decode_kernel<T, Config, kPlain>, kSharedBytes>(params.op, params.device.index, stream,
                                                                     shape, params, arguments);

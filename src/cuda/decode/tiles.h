@@ -101,7 +101,6 @@ struct StreamKConfig
         std::min(144 * 1024 / (Base::kWarps * Base::kBlockBytes),
                  ((kCodes == Codes::none ? 219 : 214) * 1024 / Base::kWarps - kWarpPartialBytes) /
                      (16 * (Base::kBlockChunks + Base::kScaleChunks + Base::kQueryChunks)));
-    static_assert(kStages >= 2);
     static_assert(Base::kPartialRow % 4 == 0, "rows of partial results begin on 16 bytes");
     // A CTA's range costs as much as about this many blocks at least, 64 KB per tile of rows: combining
     // smaller ones would take longer than they save.
