@@ -70,8 +70,8 @@ def _with(name: str, **options: Any) -> Case:
 
 
 def _with_symmetric_alibi(name: str) -> Task:
-    case = _with(name, alibi="head")
-    return Task(replace(case, name=f"{name}_symmetric_alibi", alibi_symmetric=True))
+    (case,) = cases.named(name)
+    return Task(replace(case, name=f"{name}_symmetric_alibi", alibi="head", alibi_symmetric=True))
 
 
 def _dense(head_dim: int) -> list[Task]:

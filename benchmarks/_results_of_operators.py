@@ -72,15 +72,16 @@ def _beside_the_floor(
     They are empty where a GPU lacks the case.
     """
     gpus = gpus_with(results, benchmark)
-    found: dict[tuple[str, str], list[str]] = {}
-    for gpu in gpus:
-        for row in load(results, benchmark, gpu):
-            floor = floor_us(row["num_bytes"], row["machine"]["read_bandwidth"])
-            found[gpu, row["case"]] = texts(row, floor)
-    most = max(gpus, key=lambda gpu: sum(of == gpu for of, _ in found))
-    cases = dict.fromkeys(case for gpu in (most, *gpus) for of, case in found if of == gpu)
+
+    def texts_of(gpu: str) -> dict[str, list[str]]:
+        rows = load(results, benchmark, gpu)
+        floors = (floor_us(row["num_bytes"], row["machine"]["read_bandwidth"]) for row in rows)
+        return {row["case"]: texts(row, floor) for row, floor in zip(rows, floors, strict=True)}
+
+    found = [texts_of(gpu) for gpu in gpus]
+    cases = dict.fromkeys(case for of_gpu in (max(found, key=len), *found) for case in of_gpu)
     missing = [""] * (1 + len(names))
-    rows = [[case, *(text for gpu in gpus for text in found.get((gpu, case), missing))] for case in cases]
+    rows = [[case, *(text for of_gpu in found for text in of_gpu.get(case, missing))] for case in cases]
     header = ["case", *(name for gpu in gpus for name in (gpu, *names))]
     return format_table(header, rows, numbers=len(header) - 1)
 

@@ -144,9 +144,10 @@ def attention(
     if stream is not None:
         _refuse_stream("attention")
     try:
+        given = _given("attention", options)
         if out is None:
-            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **_given("attention", options))
-        return _write("attention", (q, k, v), out, return_lse, _given("attention", options))
+            return (_ATTENTION_LSE if return_lse else _ATTENTION)(q, k, v, **given)
+        return _write("attention", (q, k, v), out, return_lse, given)
     except RuntimeError as error:
         _raise_in_words_of_octavo(error, attention, (q, k, v), options)
         raise
@@ -200,16 +201,14 @@ def paged_attention(
 ) -> Any:
     if stream is not None:
         _refuse_stream("paged_attention")
+    arrays = (q, k_pages, v_pages, page_table, seq_lens)
     try:
+        given = _given("paged_attention", options)
         if out is None:
-            operator = _PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION
-            return operator(q, k_pages, v_pages, page_table, seq_lens, **_given("paged_attention", options))
-        arrays = (q, k_pages, v_pages, page_table, seq_lens)
-        return _write("paged_attention", arrays, out, return_lse, _given("paged_attention", options))
+            return (_PAGED_ATTENTION_LSE if return_lse else _PAGED_ATTENTION)(*arrays, **given)
+        return _write("paged_attention", arrays, out, return_lse, given)
     except RuntimeError as error:
-        _raise_in_words_of_octavo(
-            error, paged_attention, (q, k_pages, v_pages, page_table, seq_lens), options
-        )
+        _raise_in_words_of_octavo(error, paged_attention, arrays, options)
         raise
 
 
@@ -269,11 +268,12 @@ def append_kv(
         _refuse_stream("append_kv")
     try:
         arrays, tables = (k, v, k_pages, v_pages), (page_table, seq_lens)
+        given = _given("append_kv", options)
         if q is None and q_out is None:
-            return _APPEND_KV(*arrays, *tables, **_given("append_kv", options))
+            return _APPEND_KV(*arrays, *tables, **given)
         if q_out is None:
-            return _APPEND_KV_Q(*arrays, *tables, q=q, **_given("append_kv", options))
-        _APPEND_KV_OUT_Q(*arrays, q_out, *tables, q=q, **_given("append_kv", options))
+            return _APPEND_KV_Q(*arrays, *tables, q=q, **given)
+        _APPEND_KV_OUT_Q(*arrays, q_out, *tables, q=q, **given)
         return q_out
     except RuntimeError as error:
         given = {"page_table": page_table, "seq_lens": seq_lens, **options}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -37,6 +37,24 @@ def run_in_threads(*work: Callable[[], None]) -> None:
         raise failures[0]
 
 
+@contextlib.contextmanager
+def changing(change: Callable[[], None]) -> Iterator[None]:
+    """A thread of its own changes something again and again."""
+    done = threading.Event()
+
+    def repeat() -> None:
+        while not done.is_set():
+            change()
+
+    changer = threading.Thread(target=repeat)
+    changer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        changer.join()
+
+
 def test_array_types_that_nobody_has_seen() -> None:
     """More than are remembered, so that the memory of them turns over all the time."""
 
@@ -59,14 +77,12 @@ def test_lists_that_change_while_they_are_read() -> None:
     for seq in handles:
         alloc.extend(seq, 5)
     shared = list(handles)
-    done = threading.Event()
+    rng = np.random.default_rng(0)
 
     def change() -> None:
-        rng = np.random.default_rng(0)
-        while not done.is_set():
-            shared[:] = rng.permutation(handles)[: rng.integers(0, 20)].tolist()
-            shared.extend(handles[:3])
-            shared.clear()
+        shared[:] = rng.permutation(handles)[: rng.integers(0, 20)].tolist()
+        shared.extend(handles[:3])
+        shared.clear()
 
     def read() -> None:
         for _ in range(2000):
@@ -75,39 +91,27 @@ def test_lists_that_change_while_they_are_read() -> None:
             with contextlib.suppress(ValueError):  # a handle twice
                 alloc.reorder(shared, [])
 
-    changer = threading.Thread(target=change)
-    changer.start()
-    try:
+    with changing(change):
         run_in_threads(*[read] * (NUM_THREADS - 1))
-    finally:
-        done.set()
-        changer.join()
     alloc.check_invariants()
 
 
 def test_a_page_table_of_a_sequence_that_grows() -> None:
     alloc = octavo.PageAllocator(64, 1)
     seq = alloc.create()
-    done = threading.Event()
 
     def grow() -> None:
-        while not done.is_set():
-            while alloc.try_extend(seq, 1):
-                pass
-            alloc.truncate(seq, 0)
+        while alloc.try_extend(seq, 1):
+            pass
+        alloc.truncate(seq, 0)
 
     def read() -> None:
         for _ in range(2000):
             page_table, seq_lens = alloc.page_table([seq])
             assert page_table.shape == (1, seq_lens[0])
 
-    grower = threading.Thread(target=grow)
-    grower.start()
-    try:
+    with changing(grow):
         run_in_threads(*[read] * (NUM_THREADS - 1))
-    finally:
-        done.set()
-        grower.join()
 
 
 def test_engines_share_an_allocator_and_its_arrays() -> None:
