@@ -322,31 +322,36 @@ def test_any_number_of_threads_gives_the_same_bits(target: Target, case: Case) -
 
 @cpu_target
 @pytest.mark.parametrize("num_threads", [1, 16])
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["", "dropout"])
 @pytest.mark.parametrize("sinks", ["", "normal"], ids=["", "sinks"])
-def test_nan_stays_with_those_who_see_it(target: Target, sinks: str, num_threads: int) -> None:
+def test_nan_stays_with_those_who_see_it(
+    target: Target, sinks: str, dropout: Dropout | None, num_threads: int
+) -> None:
     """On the CPU no query meets a key that it does not see, even one that its neighbours see; nor does a
-    query that sees no key spoil what others add, whatever its own gradient is."""
+    query that sees no key spoil what others add, whatever its own gradients are."""
     case = Case("backward_nan", (100,), (90,), window_left=10, window_right=5, causal=False, num_kv_heads=2)
     case = dataclasses.replace(case, sinks=sinks)
     inputs, gradients, _ = problem(case, target.dtype)
+    run = functools.partial(calls.attention_backward, target, case, **arguments(dropout))
     before = octavo.get_num_threads()
     octavo.set_num_threads(num_threads)
     try:
-        clean = calls.attention_backward(target, case, inputs, gradients)
+        clean = run(inputs, gradients)
         for position in (0, 31, 50, 89):
             k, v = inputs.k.copy(), inputs.v.copy()
             k[position] = np.inf
             v[position] = np.nan
-            dq, *_ = calls.attention_backward(target, case, dataclasses.replace(inputs, k=k, v=v), gradients)
+            dq, *_ = run(dataclasses.replace(inputs, k=k, v=v), gradients)
             blind = ~problems.visible(case, 0)[:, position]
             assert_same_bits([dq[:, blind]], [clean[0][:, blind]])
             assert np.isnan(dq[:, ~blind]).all()
-        dout = gradients.dout.copy()
+        dout, dlse = gradients.dout.copy(), gradients.dlse.copy()
         blind = ~problems.visible(case, 0).any(axis=1)
         assert blind.sum() == 5
         dout[blind] = np.nan
-        found = calls.attention_backward(target, case, inputs, dataclasses.replace(gradients, dout=dout))
-        assert_same_bits(found, clean)
+        if not sinks:  # whose gradients follow dlse
+            dlse[blind] = np.nan
+        assert_same_bits(run(inputs, OutputGradients(dout, dlse)), clean)
     finally:
         octavo.set_num_threads(before)
 

@@ -250,6 +250,41 @@ def test_unseen_keys_spoil_nothing(torch: Any, head_dim: int, deterministic: boo
     assert (found[1][:, :250] == 0).all() and (found[2][:, :250] == 0).all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("head_dim", [64, 128, 160])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 3.0},
+        {"alibi_slopes": SLOPES},
+        {"dropout_p": 0.1, "dropout_seed": 7},
+        {"dropout_p": 0.1, "dropout_seed": 7, "sinks": SINKS},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_queries_that_see_nothing_spoil_nothing(
+    torch: Any, options: dict[str, Any], head_dim: int, value: float
+) -> None:
+    """Whatever the gradient of their log-sum-exp is. That of a sink, which they do see, follows it."""
+    q, k, v, dout = (
+        x.cuda()
+        for x in random(
+            torch, "bfloat16", (1, 100, 4, head_dim), *[(1, 90, 2, head_dim)] * 2, (1, 100, 4, head_dim)
+        )
+    )
+    options = {"causal": True, **options}
+    dlse = torch.zeros(1, 100, 4)
+    clean = gradients(torch, [q, k, v, dout], options, dlse)
+    dlse[:, :10] = value
+    found = gradients(torch, [q, k, v, dout], options, dlse)
+    if "sinks" in options:
+        assert not found.pop().isfinite().any()
+    for x, y in zip(found, clean, strict=False):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+    assert (found[0][:, :10] == 0).all()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 96, 160])
 def test_graph(torch: Any, head_dim: int) -> None:
     """A captured call follows its arrays."""

@@ -128,7 +128,9 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         plan.sinks.terms[place] = at.batch >= 0 ? sink_gradient(p.sinks[head], lse, delta) : 0.0f;
     auto* const delta_to = static_cast<typename Config::Delta*>(plan.delta);
     if constexpr (Config::kDropout) {
-        delta_to[number_place] = delta / p.out_scale;  // gradients are scaled at the end
+        // Gradients are scaled at the end. A query that sees nothing leaves 0, whatever its dlse is: dS has a
+        // product of weights, here zeros, and delta, which the mask does not reach.
+        delta_to[number_place] = sees_nothing ? 0.0f : delta / p.out_scale;
     } else {
         delta_to[place] = split_in_terms(-delta);
     }
