@@ -51,9 +51,11 @@ struct LatentSequence {
     int64_t first_q;  // its first query, a row of q, out and lse
     int32_t seqlen_q, seqlen_k;
 
-    // Not more keys than page_table has room for, whatever seq_lens says.
+    // Not more keys than page_table has room for, and not fewer than none, whatever seq_lens says: numbers of
+    // tiles follow from it, by which parts of a kernel wait for each other.
     OCTAVO_HD static LatentSequence make(const LatentAttentionParams& p, int32_t b) {
-        const int32_t length = p.seq_lens[b], seqlen_k = length < p.seqlen_k ? length : p.seqlen_k;
+        const int32_t length = p.seq_lens[b], most = length < p.seqlen_k ? length : p.seqlen_k;
+        const int32_t seqlen_k = most > 0 ? most : 0;
         if (!p.cu_seqlens_q) return {b, 1, seqlen_k};
         const int32_t first = p.cu_seqlens_q[b];
         return {first, p.cu_seqlens_q[b + 1] - first, seqlen_k};

@@ -169,6 +169,63 @@ TEST_P(CudaLatentScheduleTest, AgreesWithTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaLatentScheduleTest, ::testing::Range(0u, 50u));
 
+// Whether sequences of a negative length get what those of length 0 get, and no other sequence anything else.
+void negative_lengths_count_as_none(int64_t batch, int64_t heads) {
+    const DType dtype = DType::bfloat16;
+    const int64_t page_size = 64, max_pages = 8, num_pages = batch * max_pages;
+    Random random(9);
+    std::vector<int32_t> table(num_pages), lengths(batch, 300);
+    std::iota(table.begin(), table.end(), 0);
+    lengths[0] = lengths[1] = lengths[batch - 1] = 0;
+    std::vector<int32_t> negative = lengths;
+    negative[0] = -1, negative[1] = -200, negative[batch - 1] = INT32_MIN;
+    Mirror<uint16_t> q(random.normal(batch * heads * kQkDim, dtype));
+    Mirror<uint16_t> kv(random.normal(num_pages * page_size * kQkDim, dtype));
+    Mirror<uint8_t> codes(std::vector<uint8_t>(kv.host.size(), 0x38));  // ones
+    Mirror<uint16_t> out(nans(batch * heads * kVDim, dtype));
+    Mirror<float> lse(std::vector<float>(batch * heads, NAN));
+    Mirror<int32_t> page_table(table), seq_lens(lengths);
+    LatentAttentionArgs args;
+    args.softmax_scale = 0.07;
+    args.q = q.on_gpu(dtype, {batch, heads, kQkDim});
+    args.page_table = page_table.on_gpu(DType::int32, {batch, max_pages});
+    args.seq_lens = seq_lens.on_gpu(DType::int32, {batch});
+    args.out = out.on_gpu(dtype, {batch, heads, kVDim});
+    args.lse = lse.on_gpu(DType::float32, {batch, heads});
+    auto run = [&](const std::vector<int32_t>& lengths) {
+        seq_lens.upload(lengths);
+        out.upload(nans(out.host.size(), dtype));
+        lse.upload(std::vector<float>(lse.host.size(), NAN));
+        latent_attention(args);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    };
+    const std::vector<std::optional<int64_t>> all_splits = {std::nullopt, 1, 3};
+    for (int i = 0; i < 12; ++i) {
+        args.causal = i % 2 == 0;
+        args.num_splits = all_splits[i / 4];
+        args.kv_pages = i % 4 < 2 ? kv.on_gpu(dtype, {num_pages, page_size, kQkDim})
+                                  : codes.on_gpu(DType::float8_e4m3fn, {num_pages, page_size, kQkDim});
+        run(lengths);
+        const auto expected = out.fetch();
+        const auto expected_lse = lse.fetch();
+        for (int64_t b : {int64_t{0}, int64_t{1}, batch - 1}) {
+            EXPECT_EQ(from_bits(expected[b * heads * kVDim], dtype), 0.0f);
+            EXPECT_EQ(expected_lse[b * heads], -INFINITY);
+        }
+        run(negative);
+        EXPECT_EQ(out.fetch(), expected);
+        EXPECT_EQ(lse.fetch(), expected_lse);
+    }
+}
+
+// On a GPU lengths are not checked, and the documentation gives negative ones no meaning. A call has to end
+// all the same, by splits and by a schedule.
+TEST(CudaLatentAttention, NegativeLengthsCountAsNone) {
+    for (const int64_t batch : {4, 40}) {
+        for (const int64_t heads : {16, 128}) negative_lengths_count_as_none(batch, heads);
+    }
+}
+
 // Calls one behind the other, which programmatic dependent launch lets overlap, share their workspace.
 TEST(CudaLatentAttention, CallsInARowKeepApart) {
     const DType dtype = DType::bfloat16;
