@@ -93,7 +93,7 @@ void attention(const AttentionArgs& args);
 //
 // What attention() takes as well is as in its call, dropout included, and means the same; `out` and `lse` are
 // its results. A query that sees no key gets a gradient of 0 and adds nothing to others, and so does a key
-// that no query sees.
+// that no query sees. On a GPU q and dout of such a query have to be finite for that.
 struct AttentionBackwardArgs {
     TensorView dout;               // like out: the gradient with respect to it
     TensorView q, k, v, out, lse;  // on a GPU of head dims up to 256

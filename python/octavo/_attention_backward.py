@@ -105,8 +105,8 @@ def attention_backward(
 
     ``out`` and ``lse`` are what ``attention`` returned for these q, k and v with ``return_lse=True``, and the
     options have to be those of that call: dropout is drawn again. A query that sees no key gets a gradient of
-    0 and adds nothing to others, whatever its dout; a key that no query sees gets 0. prefix_lens,
-    bidirectional_ranges, block_mask and cu_seqlens have no gradient.
+    0 and adds nothing to others, whatever its dout; on a GPU its q and dout have to be finite for that. A key
+    that no query sees gets 0. prefix_lens, bidirectional_ranges, block_mask and cu_seqlens have no gradient.
 
     Sums are float32, and results are rounded to the dtype of q once. float16 overflows beyond 65504: scale
     the loss.

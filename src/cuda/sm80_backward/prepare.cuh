@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kStatisticsLanes* kStatisticsRows)
         const int64_t query = exists && p.cu_seqlens_q ? row - p.cu_seqlens_q[sequence] : token;
         sees_nothing = sees_nothing || !exists ||
                        has_sink_alone(p, sequence, static_cast<int32_t>(head), static_cast<int32_t>(query));
-        if (sees_nothing) delta = 0.0f;  // its dout may be anything
+        if (sees_nothing) delta = 0.0f;  // its out is 0, whatever the product with dout was
     }
     if (p.dlse) delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
     plan.statistics[head * p.total_q + row] = {sees_nothing ? INFINITY : lse * kLog2e, delta};

@@ -97,7 +97,7 @@ __global__ void prepare_backward_kernel(const __grid_constant__ AttentionBackwar
         }
         lse = p.lse[offset(p.lse_batch_stride, p.lse_token_stride, p.lse_head_stride)];
         sees_nothing = lse == -INFINITY || has_sink_alone(p, at.batch, static_cast<int32_t>(head), at.query);
-        if (p.sinks && sees_nothing) delta = 0.0f;  // its dout may be anything
+        if (p.sinks && sees_nothing) delta = 0.0f;  // its out is 0, whatever the product with dout was
         if (p.dlse && lane == 0)
             delta -= p.dlse[offset(p.dlse_strides.batch, p.dlse_strides.token, p.dlse_strides.head)];
     }
