@@ -71,7 +71,8 @@ struct PagedAttentionArgs {
     bool rotate_keys = false;
     std::optional<int64_t> num_splits;  // runs of keys worked on at once; default: chosen
     // A sequence's bits depend on the sequence alone, and on max_seqlen_q (which packed queries must give
-    // then), not on its batch.
+    // then), not on its batch; on a GPU, of arrays that are contiguous or have strides that are positive
+    // multiples of 16 bytes.
     bool batch_invariant = false;
     // The number of leading tokens that all sequences share, whole pages: those that the first row of
     // page_table names, which are then read once for all. A promise: the result is that of any other call.

@@ -103,8 +103,9 @@ def paged_attention(
         num_splits: runs of keys worked on at once, from 1 to 1024 (Flash-Decoding). Default: chosen.
         batch_invariant: the bits of a sequence's result depend on that sequence and on max_seqlen_q alone,
             neither on the other sequences of the batch nor on its place among them; packed q needs
-            max_seqlen_q then. On the CPU that is always the case. Default: False, which is faster on a GPU,
-            most of all for few short sequences.
+            max_seqlen_q then. On the CPU that is always the case. On a GPU arrays have to be contiguous for
+            that, or to have strides that are positive multiples of 16 bytes. Default: False, which is faster
+            on a GPU, most of all for few short sequences.
         shared_prefix_len: the number of leading tokens that all sequences share, a multiple of page_size.
             Their pages are those that the first row of page_table names, and are read once for all sequences
             (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
