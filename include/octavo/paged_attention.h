@@ -100,7 +100,7 @@ struct PagedAttentionArgs {
     // A promise for GPUs, with which a call may read old keys and values while the launch in front still
     // runs: no work under way on the stream writes to any array of the call, except for q and, in the pages,
     // each sequence's newest tokens, as many as it has queries, which no other sequence of the call sees. So
-    // append_kv of these may be in front.
+    // append_kv of these may be in front, but not copy_pages to pages that are read here.
     bool static_past = false;
     void* stream = nullptr;
 };

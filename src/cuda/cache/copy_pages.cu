@@ -1,7 +1,8 @@
 // Copies whole pages inside a cache, or between two, one of which may be in pinned host memory.
 //
 // grid: one warp per (copy, slot, KV head), which copies K, V and their scales. It lets no kernel start
-// before it has ended: what reads pages early, by a promise (static_past), finds the copies there.
+// before it has ended. Even so CUDA promises that its writes are seen behind griddepcontrol.wait alone:
+// for what reads pages before that (static_past), a copy is work under way.
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/cache/plan.h"
