@@ -57,6 +57,24 @@ def test_prefill(torch: Any, kind: str, head_dim: int, dtype: str, options: dict
         assert found.kernel.startswith("sm80_attention<" if "alibi_slopes" in options else of_hopper)
 
 
+@pytest.mark.parametrize("num_tokens", [4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_tiles_of_one_tile_of_keys(torch: Any, kind: str, num_tokens: int) -> None:
+    """Many more of them than SMs, so that each CTA takes several, one right behind the other.
+
+    Two warpgroups convert, each of which once waited for the row tile after next while consumers waited for
+    the keys that it had not handed on.
+    """
+    lengths_of = [num_tokens + i % 90 for i in range(96)]
+    cache, table, lengths = filled(kind, lengths_of, num_kv_heads=8, head_dim=128)
+    cu_seqlens_q = np.arange(0, 96 * num_tokens + 1, num_tokens, dtype=np.int32)
+    q = queries(96 * num_tokens, 96, 128, "bfloat16")
+    check_attention(torch, cache, q, table, lengths, cu_seqlens_q=cu_seqlens_q)
+    if is_hopper(torch):
+        found = explanation(torch, cache, q, table, lengths, cu_seqlens_q=cu_seqlens_q)
+        assert found.kernel == "sm90_attention<bfloat16 over codes, head_dim 128, 64 rows>"
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -24,6 +24,8 @@ class KeyTileWalk {
     __device__ KeyTileWalk(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared)
         : p_(p), plan_(plan), shared_(shared) {}
 
+    // Whether the next tile is one of the current row tile, so that next() waits for nothing.
+    __device__ bool goes_on() const { return tile_ > 0; }
     // Moves on to the next tile of this row tile, or of the next one. False once there is none.
     __device__ bool next() {
         --tile_;
@@ -209,7 +211,9 @@ __device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm
 }
 
 // One of two warpgroups, which converts K alone or V alone. Two tiles are on their way while a third one is
-// converted.
+// converted. The walk waits for no row tile before the tile at hand is converted: a row tile is handed out
+// only when results of an earlier one were stored, and where row tiles are chained, consumers store those
+// behind the scores of a tile that would be this one if each row tile had one.
 template <class Config, DType kType, int kStages>
 __device__ __forceinline__ void convert_tiles_of(const CodePages& pages, KeyTileWalk<Config>&& tiles,
                                                  unsigned char (&slots)[kStages][Config::kKeyTileBytes],
@@ -226,10 +230,18 @@ __device__ __forceinline__ void convert_tiles_of(const CodePages& pages, KeyTile
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (!any[i]) return;
-            any[i] = any[i ^ 1] && tiles.next();
+            const bool goes_on = any[i ^ 1] && tiles.goes_on();
             typename KeyTileWalk<Config>::Place place{};
-            if (any[i]) place = tiles.find_place();
+            if (goes_on) {
+                tiles.next();
+                place = tiles.find_place();
+            }
             convert_tile(codes[i], slots, full, empty, ring);
+            any[i] = goes_on;
+            if (!goes_on && any[i ^ 1]) {
+                any[i] = tiles.next();
+                if (any[i]) place = tiles.find_place();
+            }
             if (any[i]) codes[i].load(pages, place);
         }
     }
