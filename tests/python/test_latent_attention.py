@@ -175,6 +175,22 @@ def test_splits(target: Target, num_splits: int | None) -> None:
     Problem(target, (700, 3, 0, 64, 129)).check(num_splits=num_splits)
 
 
+# With a schedule there are fewer runs of keys than CTAs. Those without one waited for keys that nobody loads.
+MANY_SHORT = tuple(1 + 37 * i % 200 for i in range(64))
+
+
+@every_target
+@pytest.mark.parametrize("num_q_heads", [8, 16, 64])
+def test_many_short_sequences(target: Target, num_q_heads: int) -> None:
+    Problem(target, MANY_SHORT, num_q_heads, 64).check()
+
+
+@fp8_target
+@pytest.mark.parametrize("num_q_heads", [8, 16, 64])
+def test_many_short_sequences_of_fp8(target: Target, num_q_heads: int) -> None:
+    Problem(target, MANY_SHORT, num_q_heads, 64, is_fp8=True).check()
+
+
 @every_target
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed(target: Target, causal: bool) -> None:

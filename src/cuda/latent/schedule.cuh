@@ -148,7 +148,10 @@ class LatentSchedule {
             return {index, min(index * sequences, batch) * each, min((index + 1) * sequences, batch) * each};
         }
         const int32_t num_shares = min(num_runs, max(total / kMinTiles, 1));
-        return index < num_shares ? share(total, num_shares, index, 0, 0) : LatentRun{index};
+        // As operand of a conditional operator, LatentRun{index} is left without its other members by
+        // nvcc 13.0.
+        if (index >= num_shares) return {index};
+        return share(total, num_shares, index, 0, 0);
     }
     // Of `total` units, from `begin` on, divided into `count` runs from `first` on, the run of this index.
     // The first few have one unit more than the rest.
