@@ -19,9 +19,10 @@ static float sum_of_squares(const T* row, int n) {
             sums[i] += x * x;
         }
     }
-    float sum = sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; d < n; ++d) sum += to_float(row[d]) * to_float(row[d]);
-    return sum;
+    for (; d + kLanes <= n; d += kLanes) sums[0] += load_lanes(row + d) * load_lanes(row + d);
+    float rest = 0.0f;  // apart from the long sum, which would round with each addition
+    for (; d < n; ++d) rest += to_float(row[d]) * to_float(row[d]);
+    return sum_of_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
 }
 
 template <class T, class Weight>

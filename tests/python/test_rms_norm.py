@@ -91,6 +91,13 @@ def test_any_shape(target: Target, axes: list[int], dim: int, is_float32: bool, 
 
 
 @every_target
+@pytest.mark.parametrize("dim", [63, 127, 443, 491, 504, 575])
+def test_what_whole_vectors_leave_over(target: Target, dim: int) -> None:
+    """Its squares, one by one beside the sum of all others, took some rows of float32 over the tolerance."""
+    check(target, (1500, dim), target.dtype, with_residual=False)
+
+
+@every_target
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 1e-6, 0.5, 100])
 def test_eps(target: Target, eps: float) -> None:
     x = drawn(target, 4, 96) / 256
