@@ -91,6 +91,14 @@ def test_any_shape(target: Target, rows: tuple[int, ...], width: int, depth: int
 
 
 @every_target
+@pytest.mark.parametrize("depth", range(140, 160))
+def test_one_number(target: Target, depth: int) -> None:
+    """Whose plain error is near 0 by chance for some of them."""
+    problem = Problem.drawn(target.dtype, (), 1, depth, has_bias=False, has_residual=False)
+    check(target, problem)
+
+
+@every_target
 @pytest.mark.parametrize("rows", [(), (1,), (16,), (2, 3), (3, 1, 2, 2, 5), (150,)])
 def test_norm(target: Target, rows: tuple[int, ...]) -> None:
     for activation, depth in ((None, 576), ("silu_gate", 1000), ("gelu", 0)):

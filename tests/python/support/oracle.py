@@ -33,6 +33,8 @@ SPACING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EPSILON_OUT = {"float32": 2.0**-21, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 EPSILON_LSE = 2.0**-20  # relative to the sequence's largest LSE, or to 1
 
+HALF_SPACING = 2.0**-24  # of float32
+
 # How many epsilons the result has where weights are relative to one number for all rows: softmax_phi, or the
 # zero that fixed splits begin with on a GPU. Then a row's largest weight is not exactly 1: its rounding to 16
 # bits adds up with that of the result, also where one key has all the weight.
@@ -155,6 +157,17 @@ class Dropout:
         word = np.choose(j // 8 % 4, words)
         bits = np.where(j % 2 == 0, word & np.uint64(0xFFFF), word >> np.uint64(16))
         return bits >= round(self.p * 2**16)
+
+
+def sum_errors(squares: NDArray[Any], num_summands: int) -> NDArray[np.float64]:
+    """How far float32 sums may be off, however close to 0 they are, of summands with these sums of squares.
+
+    With signs as at random the first j of n summands add up to about s * sqrt(j / n), where s^2 is the sum
+    of all squares. An addition is off by 0.39 * 2^-24 of that, as a rounding is by any part of half a
+    spacing, and a number is anywhere between two powers of 2. The variance of n of them is
+    (0.39 * 2^-24 * s)^2 * n / 2, its root 0.28 * sqrt(n) * 2^-24 * s. The result is 3.6 times that.
+    """
+    return HALF_SPACING * np.sqrt(num_summands * np.asarray(squares, np.float64))
 
 
 def _by_kv_head(x: NDArray[Any], num_kv_heads: int) -> NDArray[Any]:
