@@ -57,6 +57,43 @@ def test_packed_of_any_shape(target: Target, case: Case) -> None:
     reference.check(*calls.packed_attention(target, case, inputs))
 
 
+# A score near 0 that is a sum of large products, and a plain error near 0. A name gives the numbers.
+ONE_KEY_BESIDE_A_SINK = (
+    Case(
+        name="drawn 61349",
+        seqlens_q=(1,),
+        seqlens_k=(1,),
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=72,
+        softcap=30.0,
+        alibi="head",
+        sinks="normal",
+        softmax_scale=0.41897958428544785,
+        q_gain=4.0,
+    ),
+    Case(
+        name="drawn 61799",
+        seqlens_q=(1, 1),
+        seqlens_k=(1, 1),
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=256,
+        softcap=30.0,
+        sinks="normal",
+        softmax_scale=0.3682372480564175,
+        q_gain=4.0,
+    ),
+)
+
+
+@every_target
+@pytest.mark.parametrize("case", ONE_KEY_BESIDE_A_SINK, ids=str)
+def test_one_key_beside_a_sink(target: Target, case: Case) -> None:
+    inputs, reference = problem(case, target.dtype)
+    reference.check(*calls.packed_attention(target, case, inputs))
+
+
 @every_target
 def test_batch_of_none(target: Target) -> None:
     case = Case("batch_of_none", (), ())

@@ -76,6 +76,58 @@ def test_packed_of_any_shape(target: Target, case: Case, dropout: Dropout | None
     )
 
 
+# Scores near 0 that are sums of large products, and a plain error near 0 by chance. A name gives the numbers.
+FEW_KEYS = (
+    Case(
+        name="drawn 20966",
+        seqlens_q=(1,),
+        seqlens_k=(2,),
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=256,
+        window_left=0,
+        softcap=3.0,
+        alibi="batch",
+        sinks="normal",
+        q_gain=4.0,
+    ),
+    Case(
+        name="drawn 26566",
+        seqlens_q=(1, 1),
+        seqlens_k=(1, 0),
+        num_q_heads=2,
+        num_kv_heads=1,
+        head_dim=96,
+        causal=False,
+        window_left=1,
+        alibi="head",
+        softmax_scale=0.2091719191453071,
+        q_gain=4.0,
+    ),
+    Case(
+        name="drawn 23662",
+        seqlens_q=(1,),
+        seqlens_k=(2,),
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=96,
+        window_left=1,
+        prefix_lens=(6,),
+        alibi="batch",
+    ),
+)
+
+
+@every_target
+@pytest.mark.parametrize("dropout", [None, DROPOUT])
+@pytest.mark.parametrize("case", FEW_KEYS, ids=str)
+def test_few_keys(target: Target, case: Case, dropout: Dropout | None) -> None:
+    inputs, gradients, reference = problem(case, target.dtype, dropout)
+    reference.check(
+        *calls.attention_backward(target, case, inputs, gradients, packed=True, **arguments(dropout))
+    )
+
+
 @every_target
 def test_batch_of_none(target: Target) -> None:
     none, rows = target.array(np.zeros((0, 7, 4, 64))), target.library.float32(np.zeros((0, 7, 4)))

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from support.oracle import EPSILON_OUT, NUMPY_DTYPES, PackedSequence, round_to, sequences
+from support.oracle import (
+    EPSILON_OUT,
+    HALF_SPACING,
+    NUMPY_DTYPES,
+    PackedSequence,
+    round_to,
+    score_errors,
+    sequences,
+    sum_errors,
+)
 
 Array = NDArray[np.float64]
 
@@ -76,9 +85,10 @@ class Backward:
         # Everything from here on is [num_q_heads, n, m], or a factor for it.
         scores = rounded(work(scale) * rounded(self.q @ self.k.transpose(0, 2, 1)))
         self.slope_of_cap: Any = work(1.0)
+        self.softcap, self.tanh, self.bias = softcap, work(0.0), sequence.bias
         if softcap > 0.0:
-            tanh = rounded(np.tanh(scores / work(softcap)))
-            scores, self.slope_of_cap = rounded(work(softcap) * tanh), 1 - tanh**2
+            self.tanh = rounded(np.tanh(scores / work(softcap)))
+            scores, self.slope_of_cap = rounded(work(softcap) * self.tanh), 1 - self.tanh**2
         if sequence.bias is not None:
             scores = rounded(scores + sequence.bias.astype(work))
         scores = np.where(sequence.see, scores, work(-np.inf))
@@ -90,9 +100,9 @@ class Backward:
         self.weights = rounded(weights / np.where(total == 0.0, work(1), total))
         self.sink_weights = rounded(of_sink / np.where(total == 0.0, work(1), total))  # [num_q_heads, n, 1]
 
-        kept = work(1.0) if sequence.kept is None else sequence.kept.astype(work)
-        self.dropped = rounded(self.weights * kept)
-        self.dweights = rounded(rounded(self.dout @ self.v.transpose(0, 2, 1)) * kept)
+        self.kept = work(1.0) if sequence.kept is None else sequence.kept.astype(work)
+        self.dropped = rounded(self.weights * self.kept)
+        self.dweights = rounded(rounded(self.dout @ self.v.transpose(0, 2, 1)) * self.kept)
         self.delta = (self.weights * self.dweights).sum(axis=2, keepdims=True) - dlse.T[:, :, None].astype(
             work
         )
@@ -133,6 +143,44 @@ class Backward:
             np.sqrt((self.sink_weights**2 * (self.delta**2 + of_out)).sum(axis=(1, 2))),
         )
 
+    def float_errors(self) -> Gradients:
+        """How far float32 sums may take each gradient, however close to 0 they are.
+
+        Those are the scores, on which a weight depends twice, as the forward's LSE does, and the products of
+        dout with values and with the output. The slope of the cap, 1 - tanh^2, has four roundings of tanh.
+        """
+        head_dim, head_dim_v = self.q.shape[2], self.v.shape[2]
+        squares = self.q**2 @ self.k.transpose(0, 2, 1) ** 2
+        of_products = np.abs(self.scale) * sum_errors(squares, head_dim)
+        of_scores = 2.0**0.5 * score_errors(
+            of_products, self.slope_of_cap, self.softcap * self.tanh, self.bias
+        )
+        of_dweights = sum_errors(self.dout**2 @ self.v.transpose(0, 2, 1) ** 2, head_dim_v) * self.kept
+        spread = self.weights * (self.dweights - self.delta)
+        of_delta = np.hypot(
+            sum_errors(((self.dout * (self.dropped @ self.v)) ** 2).sum(axis=2), head_dim_v),
+            np.sqrt(((of_scores * spread) ** 2).sum(axis=2)),
+        )[:, :, None]
+
+        of_dscores = np.hypot(of_scores * spread, self.weights * of_dweights)
+        of_slope = 2.0 * self.tanh**2 * 4.0 * HALF_SPACING
+        of_own = self.scale * np.hypot(of_dscores * self.slope_of_cap, self.dscores * of_slope)
+        slopes = self.scale * self.weights * self.slope_of_cap
+        distances = (self.weights * self.distance).sum(axis=2, keepdims=True)
+        of_sinks = self.sink_weights * np.hypot(
+            of_delta, self.delta * (self.weights * of_scores).sum(axis=2, keepdims=True)
+        )
+        return Gradients(
+            np.sqrt(of_own**2 @ self.k**2 + (of_delta * (slopes @ self.k)) ** 2).transpose(1, 0, 2),
+            np.sqrt(self._of_keys((of_own**2 + (of_delta * slopes) ** 2).transpose(0, 2, 1) @ self.q**2)),
+            np.sqrt(self._of_keys((of_scores * self.dropped).transpose(0, 2, 1) ** 2 @ self.dout**2)),
+            np.sqrt(
+                ((of_dscores * self.distance) ** 2).sum(axis=(1, 2))
+                + ((of_delta * distances) ** 2).sum(axis=(1, 2))
+            ),
+            np.sqrt((of_sinks**2).sum(axis=(1, 2))),
+        )
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -143,6 +191,7 @@ class Reference:
     true: Gradients
     plain: Gradients
     spreads: Gradients
+    float_errors: Gradients
     largest_lse: float  # in magnitude, and at least 1
     largest_operand: float  # in magnitude, of q, k and dout
 
@@ -151,7 +200,8 @@ class Reference:
 
         Row by row for the 16-bit dtypes. A float32 row's error is a few roundings of one sum and owes much to
         luck: there the plain error is that of all rows. So it is for the gradients of slopes, which are few.
-        The epsilon is at least float32's times the largest LSE, with which the weights are found again. Where
+        The epsilon is at least float32's times the largest LSE, with which the weights are found again, or
+        what float32 sums may be off by, such as of large products that happen to add up to nearly 0. Where
         float16 has subnormal numbers only, the result and the weights that the operands are multiplied by are
         off by half of the least one, however small they are; of other dtypes they may be zero, as a GPU
         flushes what is subnormal in float32.
@@ -159,15 +209,18 @@ class Reference:
         tolerances = []
         least = 2.0**-24 if self.dtype == "float16" else 2.0**-126
         relative = max(EPSILON_OUT[self.dtype], EPSILON_OUT["float32"] * self.largest_lse)
-        for true, plain, spread in zip(self.true, self.plain, self.spreads, strict=True):
+        for true, plain, spread, of_floats in zip(
+            self.true, self.plain, self.spreads, self.float_errors, strict=True
+        ):
             is_rows = true.ndim == 3
             axes = (1, 2) if is_rows else None
             plain_error = np.abs(plain - true).max(axis=axes, initial=0.0)
             epsilon = np.abs(true).max(axis=axes, initial=0.0) + spread.max(axis=axes, initial=0.0)
+            epsilon = np.maximum(relative * epsilon, of_floats.max(axis=axes, initial=0.0))
             if self.dtype == "float32" or not is_rows:
                 plain_error = plain_error.max(initial=0.0)
             of_subnormals = least * (1.0 + self.largest_operand)
-            tolerances.append(np.asarray(2.0 * plain_error + relative * epsilon + of_subnormals))
+            tolerances.append(np.asarray(2.0 * plain_error + epsilon + of_subnormals))
         return tolerances
 
     def check(self, *gradients: NDArray[Any]) -> None:
@@ -211,11 +264,11 @@ def attention_backward(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     slopes = masks.get("alibi_slopes")
     slopes_shape = (q.shape[1],) if slopes is None else slopes.shape
-    true, plain, spreads = (
+    true, plain, spreads, float_errors = (
         Gradients(
             np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros(slopes_shape), np.zeros(q.shape[1])
         )
-        for _ in range(3)
+        for _ in range(4)
     )
     for each in sequences(q.shape[1], seqlens_q, seqlens_k, **masks):
         rows, keys = each.rows, each.keys
@@ -224,6 +277,7 @@ def attention_backward(
         for total, one in (
             (true, exact.gradients()),
             (spreads, exact.spreads()),
+            (float_errors, exact.float_errors()),
             (plain, Backward(*arguments, dtype).gradients()),
         ):
             total.dq[rows], total.dk[keys], total.dv[keys] = one.dq, one.dk, one.dv
@@ -236,4 +290,4 @@ def attention_backward(
     largest_operand = max(float(np.abs(x).max(initial=0.0)) for x in (q, k, dout))
     given = {"dslopes": slopes, "dsinks": masks.get("sinks")}
     names = ("dq", "dk", "dv", *(name for name, array in given.items() if array is not None))
-    return Reference(dtype, names, true, plain, spreads, largest_lse, largest_operand)
+    return Reference(dtype, names, true, plain, spreads, float_errors, largest_lse, largest_operand)

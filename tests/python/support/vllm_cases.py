@@ -63,9 +63,9 @@ def check_masks(
         see = sees(sequence, np.arange(len(k) - len(q), len(k))[:, None], np.arange(len(k)))
         arguments = (q, k, v, see, layer.head_size**-0.5, 0.0, None, None, None)
         found.append((*oracle.attend(*arguments), *oracle.plain(*arguments, layer.dtype)))
-    out, lse, plain_out, plain_lse = map(np.concatenate, zip(*found, strict=True))
+    out, lse, errors, plain_out, plain_lse = map(np.concatenate, zip(*found, strict=True))
     plain_out = oracle.round_to(plain_out, layer.dtype)
-    reference = oracle.Reference(layer.dtype, tuple(counts), out, lse, plain_out, plain_lse)
+    reference = oracle.Reference(layer.dtype, tuple(counts), out, lse, plain_out, plain_lse, errors)
     reference.check_out(batch.output[: sum(counts)].double().cpu().numpy())
 
 
