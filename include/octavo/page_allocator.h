@@ -5,6 +5,7 @@
 #include <octavo/error.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -98,6 +99,7 @@ struct IntegerArray {
     int64_t* int64 = nullptr;
 
     IntegerArray() = default;
+    IntegerArray(std::nullptr_t) {}
     IntegerArray(int32_t* data) : int32(data) {}
     IntegerArray(int64_t* data) : int64(data) {}
     bool has_data() const { return int32 || int64; }
@@ -120,7 +122,8 @@ struct TokenArrays {
 struct PageTableArrays {
     int32_t* page_table = nullptr;  // [max_batch, max_pages]
     int64_t max_pages = 0;
-    int64_t row_stride = 0;     // from a row of page_table to the next, in elements
+    // From a row of page_table to the next, in elements; 0: max_pages, as where the rows are contiguous.
+    int64_t row_stride = 0;
     int32_t* copies = nullptr;  // [max_copies, 2], in C order; null: copies stay pending until take_copies()
     int64_t max_copies = 0;
 };

@@ -1,4 +1,4 @@
-#include "common/fail.h"
+#include "page_allocator/allocator_state.h"
 #include "page_allocator/step_rows.h"
 
 #include <algorithm>
@@ -27,6 +27,8 @@ StepArrays::State::State(int64_t max_batch, const std::vector<PageTableArrays>& 
     : max_batch(max_batch), seq_lens(seq_lens), cu_seqlens_q(cu_seqlens_q), tokens(tokens) {
     for (const PageTableArrays& arrays : tables) {
         this->tables.push_back({arrays, std::vector<Row>(static_cast<size_t>(max_batch))});
+        int64_t& row_stride = this->tables.back().arrays.row_stride;
+        if (row_stride == 0) row_stride = arrays.max_pages;
     }
     clear();
 }
@@ -99,16 +101,26 @@ void StepArrays::State::clear_row(Table& table, int64_t row) noexcept {
 
 StepArrays::StepArrays(int64_t max_batch, const std::vector<PageTableArrays>& tables, int32_t* seq_lens,
                        int32_t* cu_seqlens_q, const TokenArrays& tokens) {
-    if (max_batch < 0) fail<ValueError>("StepArrays", "max_batch (", max_batch, ") must be at least 0");
+    constexpr const char* call = "StepArrays";
+    check_not_negative(call, "max_batch", max_batch);
+    if (max_batch > SequenceTable::kMaxSequences) {
+        fail<ValueError>(call, "max_batch (", max_batch, ") must be at most ", SequenceTable::kMaxSequences);
+    }
+    if (max_batch > 0 && !seq_lens) fail<ValueError>(call, "seq_lens must not be null");
     for (const PageTableArrays& arrays : tables) {
-        if (arrays.max_pages < 0) {
-            fail<ValueError>("StepArrays", "max_pages (", arrays.max_pages, ") must be at least 0");
+        const int64_t max_pages = arrays.max_pages, row_stride = arrays.row_stride;
+        check_not_negative(call, "max_pages", max_pages);
+        if (arrays.copies) check_not_negative(call, "max_copies", arrays.max_copies);
+        if (max_batch > 0 && max_pages > 0 && !arrays.page_table)
+            fail<ValueError>(call, "page_table must not be null");
+        if (max_batch > 1 && row_stride != 0 && -max_pages < row_stride && row_stride < max_pages) {
+            fail<ValueError>(call, "row_stride (", row_stride, ") must be at least max_pages (", max_pages,
+                             ") in magnitude, so that rows lie apart, or 0 where they are contiguous");
         }
     }
-    if (tokens.max_tokens < 0)
-        fail<ValueError>("StepArrays", "max_tokens (", tokens.max_tokens, ") must be at least 0");
+    check_not_negative(call, "max_tokens", tokens.max_tokens);
     if (!tokens.slot_mapping.empty() && tokens.slot_mapping.size() != tables.size()) {
-        fail<ValueError>("StepArrays", "slot_mapping must have an array for each of the ", tables.size(),
+        fail<ValueError>(call, "slot_mapping must have an array for each of the ", tables.size(),
                          " page tables; got ", tokens.slot_mapping.size());
     }
     state_ = std::make_unique<State>(max_batch, tables, seq_lens, cu_seqlens_q, tokens);

@@ -194,6 +194,49 @@ TEST(Step, SaysWhereEachNewTokenIs) {
               "StepArrays: slot_mapping must have an array for each of the 1 page tables; got 2");
 }
 
+TEST(Step, RowsLieOneBehindTheOtherUnlessTheirStrideIsGiven) {
+    PageAllocator allocator(4, 4);
+    const std::vector<Sequence> both = {allocator.create(), allocator.create()};
+    Ints page_table(8), reversed(8), seq_lens(2);
+    PageTableArrays contiguous, upwards;
+    contiguous.page_table = page_table.data();
+    upwards.page_table = reversed.data() + 4;
+    contiguous.max_pages = upwards.max_pages = 4;
+    upwards.row_stride = -4;
+    StepArrays arrays(2, {contiguous}, seq_lens.data()), others(2, {upwards}, seq_lens.data());
+    allocator.step(both.data(), nullptr, 2, arrays);
+    EXPECT_EQ(page_table, Ints({0, -1, -1, -1, 1, -1, -1, -1}));
+    allocator.step(both.data(), nullptr, 2, others);
+    EXPECT_EQ(reversed, Ints({1, -1, -1, -1, 0, -1, -1, -1}));
+    StepArrays one(1, {{page_table.data(), 4, 1}}, seq_lens.data());  // whose stride does not matter
+    StepArrays none(0, {{}}, nullptr);
+}
+
+TEST(Step, RefusesArraysThatCannotHoldTheirRows) {
+    Ints page_table(8), seq_lens(2);
+    auto refused = [&](int64_t max_batch, PageTableArrays table, int32_t* lens) {
+        return message_of<ValueError>([&] { StepArrays(max_batch, {table}, lens); });
+    };
+    for (int32_t row_stride : {1, 3, -1, -3}) {
+        EXPECT_EQ(
+            refused(2, {page_table.data(), 4, row_stride}, seq_lens.data()),
+            "StepArrays: row_stride (" + std::to_string(row_stride) +
+                ") must be at least max_pages (4) in magnitude, so that rows lie apart, or 0 where they "
+                "are contiguous");
+    }
+    EXPECT_EQ(refused(2, {nullptr, 4, 4}, seq_lens.data()), "StepArrays: page_table must not be null");
+    EXPECT_EQ(refused(2, {page_table.data(), 4, 4}, nullptr), "StepArrays: seq_lens must not be null");
+    EXPECT_EQ(refused(2, {page_table.data(), 4, 4, page_table.data(), -1}, seq_lens.data()),
+              "StepArrays: max_copies (-1) must be at least 0");
+    EXPECT_EQ(refused(int64_t{1} << 62, {page_table.data(), 4, 4}, seq_lens.data()),
+              "StepArrays: max_batch (4611686018427387904) must be at most 268435456");
+}
+
+TEST(Step, TakesNoArrayOfIntegersForNull) {
+    const IntegerArray none = nullptr;
+    EXPECT_FALSE(none.has_data());
+}
+
 TEST(Step, NumbersOfNewTokensMayLieInItsArrays) {
     PageAllocator allocator(16, 4);
     Ints page_table(16), seq_lens(2), cu_seqlens_q(3), positions(8), slots(8);
