@@ -118,6 +118,7 @@ CheckedScales check_scales(const Checker& check, const ScaleArguments& given, DT
         if (per_token)
             fail<ValueError>(op, per_token_name, " belong to codes of 8 or 4 bits; ", pages_name, " hold ",
                              to_string(stored));
+        if (number) check_static_scale(op, *number, name);
         scales.number = number.value_or(1.0f);
         return scales;
     }

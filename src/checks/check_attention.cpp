@@ -317,10 +317,6 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
                          "), under which scores that are all shifted alike have other weights");
     }
     p.query_scale = p.softmax_scale;
-    if (!std::isfinite(k_scales.number))
-        fail<ValueError>(p.op, "k_scale must be finite; got ", k_scales.number);
-    if (!std::isfinite(v_scales.number))
-        fail<ValueError>(p.op, "v_scale must be finite; got ", v_scales.number);
     p.softmax_scale *= k_scales.number;
     p.out_scale = v_scales.number;
     p.k_scales = args.k_scale_array ? k_scales.in_memory : k_scales.of_each_token;

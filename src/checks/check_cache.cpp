@@ -6,7 +6,6 @@
 #include "cuda/backend.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 #include <vector>
 
@@ -27,13 +26,6 @@ void check_cache(const Checker& check, const CacheArrays& cache, bool is_written
     check.length("num_kv_heads", k_pages.shape[2]);
     check.length("head_dim", k_pages.shape[3]);
     check.length((std::string("head_dim of ") + v_name).c_str(), v_pages.shape[3]);
-}
-
-// Checks a number that keys or values are divided by.
-float check_divisor(const char* op, const char* name, float scale) {
-    if (!std::isfinite(scale) || scale == 0.0f)
-        fail<ValueError>(op, name, " must be finite and not 0; got ", scale);
-    return scale;
 }
 
 // What pages that are only copied hold: the dtypes of the arrays, which must make a pair.
@@ -276,8 +268,8 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     p.num_kv_heads = static_cast<int32_t>(args.k.shape[1]);
     p.head_dim = static_cast<int32_t>(args.k.shape[2]);
     p.head_dim_v = static_cast<int32_t>(args.v.shape[2]);
-    p.k_scale = check_divisor(op, "k_scale", k_scales.number);
-    p.v_scale = check_divisor(op, "v_scale", v_scales.number);
+    p.k_scale = k_scales.number;
+    p.v_scale = v_scales.number;
     p.k_static_scales = k_scales.in_memory;
     p.v_static_scales = v_scales.in_memory;
     p.k_scales = k_scales.of_each_token;

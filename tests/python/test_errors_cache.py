@@ -73,9 +73,17 @@ CASES = [
     ),
     case(*K, ValueError, "batch of seq_lens (3) must equal that of page_table (2)", seq_lens=i32([1, 1, 1])),
     case(*K, ValueError, "batch of k (1) must equal that of page_table (2)", k=f32(1, 2, 8), v=f32(1, 2, 8)),
-    case(*K, ValueError, "k_scale must be finite and not 0; got 0", k_scale=0.0),
+    case(*K, ValueError, "k_scale must be finite and greater than 0; got 0", k_scale=0.0),
+    case(*K, ValueError, "k_scale must be finite and greater than 0; got -1", k_scale=-1.0),
+    case(
+        *K,
+        ValueError,
+        "v_scale must be at least 2^-126, as the inverse of a smaller number may be "
+        "beyond float32; got 5.87747e-39",
+        v_scale=2**-127,
+    ),
     case(*K, TypeError, "static_tables must be a bool; got int", static_tables=1),
-    case(*K, ValueError, "v_scale must be finite and not 0; got nan", v_scale=float("nan")),
+    case(*K, ValueError, "v_scale must be finite and greater than 0; got nan", v_scale=float("nan")),
     case(*K, ValueError, "cu_seqlens must have batch + 1 = 3 entries; got 2", cu_seqlens=i32([0, 2])),
     case(
         *K, ValueError, "cu_seqlens must not decrease; cu_seqlens[2] is 2 after 3", cu_seqlens=i32([0, 3, 2])

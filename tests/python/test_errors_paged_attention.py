@@ -160,7 +160,7 @@ CASES = [
     ),
     case(*P, TypeError, "shared_prefix_len must be an int; got float", shared_prefix_len=4.0),
     case(*P, TypeError, "static_past must be a bool; got int", static_past=1),
-    case(*P, ValueError, "k_scale must be finite; got nan", k_scale=float("nan")),
+    case(*P, ValueError, "k_scale must be finite and greater than 0; got nan", k_scale=float("nan")),
     case(*P, ValueError, "softmax_phi must be finite in float32; got inf", softmax_phi=float("inf")),
     case(*P, ValueError, "softmax_phi must be finite in float32; got nan", softmax_phi=float("nan")),
     case(*P, ValueError, "softmax_phi must be finite in float32; got -1e+39", softmax_phi=-1e39),
@@ -174,7 +174,15 @@ CASES = [
         "softmax_phi[2] must be finite; got -inf",
         softmax_phi=np.array([0.0, 1.0, -np.inf, np.nan], np.float32),
     ),
-    case(*P, ValueError, "v_scale must be finite; got inf", v_scale=float("inf")),
+    case(*P, ValueError, "v_scale must be finite and greater than 0; got inf", v_scale=float("inf")),
+    case(*P, ValueError, "v_scale must be finite and greater than 0; got -1", v_scale=-1.0),
+    case(
+        *P,
+        ValueError,
+        "k_scale must be at least 2^-126, as the inverse of a smaller number may be "
+        "beyond float32; got 5.87747e-39",
+        k_scale=2**-127,
+    ),
     case(
         *P,
         ValueError,
