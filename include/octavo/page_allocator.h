@@ -151,7 +151,9 @@ class StepArrays {
     std::unique_ptr<State> state_;
 };
 
-// Every call may be made from any thread.
+// Every call may be made from any thread. An array of `count` elements may be null only if count is 0, unless
+// it is said here what null means. An object that was moved from, as a StepArrays too, may only be assigned
+// to or destroyed.
 class PageAllocator {
   public:
     // One group. With a prefix cache, pages are found again by the tokens that step() was told are in them.
@@ -175,7 +177,8 @@ class PageAllocator {
     int64_t num_cached_tokens(const int32_t* tokens, int64_t count,
                               const std::string& cache_namespace = "") const;
 
-    // Keeps the full pages of these tokens that the cache has from being evicted until unpin().
+    // Keeps the full pages of these tokens that the cache has from being evicted until unpin(). The sequence
+    // has those pages and cannot grow; its forks can. unpin() throws ValueError for any other sequence.
     Sequence pin(const int32_t* tokens, int64_t count, const std::string& cache_namespace = "");
     void unpin(Sequence pin);
 

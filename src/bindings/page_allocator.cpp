@@ -2,7 +2,7 @@
 #include <octavo/page_allocator.h>
 
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+#include <nanobind/stl/tuple.h>
 #include "bindings/bindings.h"
 #include "bindings/page_allocator_docs.h"
 #include "bindings/pages_in_memory.h"
@@ -18,6 +18,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -121,6 +122,28 @@ PageGroup page_group(const char* call, nb::handle num_pages, nb::handle page_siz
     return group;
 }
 
+// What is equal if the groups are, and what makes an equal one.
+nb::tuple fields_of(const PageGroup& group) {
+    return nb::make_tuple(group.num_pages, group.page_size, group.window_left, group.num_host_pages);
+}
+
+std::vector<PageGroup> page_groups(nb::handle given) {
+    constexpr const char* call = "from_groups";
+    constexpr const char* wanted = "groups must be a list of octavo.PageGroup; got ";
+    if (PyUnicode_Check(given.ptr()) || PyBytes_Check(given.ptr()) || !PySequence_Check(given.ptr()))
+        fail<TypeError>(call, wanted, bindings::type_name(given));
+    std::vector<PageGroup> groups;
+    for (nb::handle group : nb::tuple(given)) {
+        PageGroup* each = nullptr;
+        if (!nb::try_cast(group, each, false) || !each) {
+            fail<TypeError>(call, wanted, bindings::type_name(given), " with groups[", groups.size(),
+                            "] of type ", bindings::type_name(group));
+        }
+        groups.push_back(*each);
+    }
+    return groups;
+}
+
 std::optional<PrefixCacheOptions> prefix_cache_options(nb::handle prefix_cache, nb::handle hash_key,
                                                        nb::handle hash_bits, nb::handle event_capacity) {
     constexpr const char* call = kAllocator;
@@ -135,8 +158,14 @@ std::optional<PrefixCacheOptions> prefix_cache_options(nb::handle prefix_cache, 
         std::memcpy(key.data(), PyBytes_AsString(hash_key.ptr()), sizeof key);
         options.hash_key = key;
     }
-    if (!bool_argument(call, "prefix_cache", prefix_cache)) return std::nullopt;
-    return options;
+    if (bool_argument(call, "prefix_cache", prefix_cache)) return options;
+    const PrefixCacheOptions none;
+    const char* const without_use = options.hash_key                                ? "hash_key"
+                                    : options.hash_bits != none.hash_bits           ? "hash_bits"
+                                    : options.event_capacity != none.event_capacity ? "event_capacity"
+                                                                                    : nullptr;
+    if (without_use) fail<ValueError>(call, without_use, " needs prefix_cache=True");
+    return std::nullopt;
 }
 
 nb::dict stats(const PageAllocator& allocator, nb::handle group) {
@@ -210,7 +239,31 @@ void bind_page_allocator(nb::module_& m) {
         .def_ro("num_pages", &PageGroup::num_pages)
         .def_ro("page_size", &PageGroup::page_size)
         .def_ro("window_left", &PageGroup::window_left)
-        .def_ro("num_host_pages", &PageGroup::num_host_pages);
+        .def_ro("num_host_pages", &PageGroup::num_host_pages)
+        .def("__repr__",
+             [](const PageGroup& self) {
+                 return "PageGroup(num_pages=" + std::to_string(self.num_pages) +
+                        ", page_size=" + std::to_string(self.page_size) +
+                        ", window_left=" + std::to_string(self.window_left) +
+                        ", num_host_pages=" + std::to_string(self.num_host_pages) + ")";
+             })
+        .def(
+            "__eq__",
+            [](const PageGroup& self, nb::handle other) -> nb::object {
+                if (!nb::isinstance<PageGroup>(other)) return nb::borrow(Py_NotImplemented);
+                return nb::bool_(fields_of(self).equal(fields_of(nb::cast<const PageGroup&>(other))));
+            },
+            nb::arg("other").none(), nb::sig("def __eq__(self, other: object, /) -> bool"))
+        .def("__hash__", [](const PageGroup& self) { return nb::hash(fields_of(self)); })
+        // For copy and pickle.
+        .def("__getstate__", &fields_of, nb::sig("def __getstate__(self) -> tuple[int, int, int, int]"))
+        .def(
+            "__setstate__",
+            [](PageGroup& self, const std::tuple<int64_t, int64_t, int64_t, int64_t>& fields) {
+                const auto [num_pages, page_size, window_left, num_host_pages] = fields;
+                new (&self) PageGroup{num_pages, page_size, window_left, num_host_pages};
+            },
+            nb::arg("fields"), nb::sig("def __setstate__(self, fields: tuple[int, int, int, int]) -> None"));
     nb::class_<PageAllocator>(m, "PageAllocator", kClassDoc)
         .def(
             "__init__",
@@ -260,12 +313,7 @@ void bind_page_allocator(nb::module_& m) {
             [](nb::handle groups, nb::handle prefix_cache, nb::handle hash_key, nb::handle hash_bits,
                nb::handle event_capacity) {
                 nb::module_::import_("numpy");
-                std::vector<PageGroup> given;
-                if (PyUnicode_Check(groups.ptr()) || !nb::try_cast(groups, given, false)) {
-                    fail<TypeError>("from_groups", "groups must be a list of octavo.PageGroup; got ",
-                                    bindings::type_name(groups));
-                }
-                return PageAllocator(given,
+                return PageAllocator(page_groups(groups),
                                      prefix_cache_options(prefix_cache, hash_key, hash_bits, event_capacity));
             },
             nb::arg("groups").none(), nb::kw_only(), nb::arg("prefix_cache").none() = false,
@@ -308,7 +356,8 @@ void bind_page_allocator(nb::module_& m) {
         .def(
             "unpin", [](PageAllocator& self, nb::handle pin) { self.unpin(sequence_argument("unpin", pin)); },
             nb::arg("pin").none(), nb::sig("def unpin(self, pin: int) -> None"),
-            "Ends a pin(): its pages may be evicted again. Raises octavo.InvalidSequence.")
+            "Ends a pin(): its pages may be evicted again. Raises octavo.InvalidSequence; ValueError for a "
+            "sequence that is not a pin.")
         .def("take_events", &take_events,
              nb::sig("def take_events(self) -> tuple[list[octavo._types.CacheEvent], int]"), kTakeEventsDoc)
         .def(

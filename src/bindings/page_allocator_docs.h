@@ -66,7 +66,7 @@ Args:
     namespace: as for create().
 
 Returns:
-    A handle for unpin(): that of a sequence with those pages, which nobody may grow.
+    A handle for unpin(): that of a sequence with those pages, which cannot grow; its forks can.
 
 Raises:
     TypeError, ValueError: as create().)";

@@ -27,6 +27,8 @@ void PageAllocator::State::plan(const char* call, const Sequence* handles, const
             fail<ValueError>(call, "sequence ", entry.handle, " is given twice (the second time as seqs[", i,
                              "])");
         }
+        if (entry.is_pin)
+            fail<ValueError>(call, "sequence ", entry.handle, " is a pin, which cannot grow; fork it");
         entry.planned = num_plans;
         const int32_t num_new = n ? n[i] : 1;
         if (num_new < 0) fail<ValueError>(call, "num_new_tokens[", i, "] (", num_new, ") must be at least 0");

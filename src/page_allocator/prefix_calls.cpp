@@ -168,6 +168,7 @@ Sequence PageAllocator::State::create_cached(const char* call, const int32_t* to
     SequenceEntry& entry = sequences.create();
     groups[0].hold(index, found.data(), found.size());
     entry.cache_namespace = space;
+    entry.is_pin = wanted == Wanted::full_pages;
     entry.length = entry.num_known = static_cast<int32_t>(length);
     entry.num_stored = static_cast<int32_t>(length / groups[0].page_size());
     const std::vector<int32_t>& pages = groups[0][index].pages;
@@ -197,6 +198,9 @@ Sequence PageAllocator::pin(const int32_t* tokens, int64_t count, const std::str
 
 void PageAllocator::unpin(Sequence pin) {
     std::lock_guard lock(state_->mutex);
+    const SequenceEntry& entry = state_->sequences.find("unpin", pin);
+    if (!entry.is_pin)
+        fail<ValueError>("unpin", "sequence ", entry.handle, " is not a pin; free() ends sequences");
     state_->free("unpin", pin);
 }
 

@@ -56,6 +56,7 @@ void SequenceTable::free(SequenceEntry& entry) noexcept {
     entry.handle = (entry.handle + kGeneration) | kFreeBit;
     entry.place = SequenceEntry::Place::device;
     entry.length = entry.cache_namespace = entry.num_known = entry.num_stored = 0;
+    entry.is_pin = false;
     entry.next_free = first_free_;
     first_free_ = static_cast<int32_t>(index_of(entry));
     ++num_free_;

@@ -25,6 +25,7 @@ struct SequenceEntry {
     int32_t num_known = 0;
     int32_t num_stored = 0;
     bool is_waiting = false;
+    bool is_pin = false;  // made by pin()
 
     Place place = Place::device;
 };

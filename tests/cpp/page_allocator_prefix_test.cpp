@@ -189,6 +189,28 @@ TEST(PrefixCache, PinsUntilUnpinned) {
     engine.allocator.check_invariants();
 }
 
+TEST(PrefixCache, PinsDoNotGrow) {
+    Engine engine(4, 4);
+    PageAllocator& allocator = engine.allocator;
+    allocator.free(engine.prompt(counting(10)));
+    const Sequence pin = engine.pin(counting(10));
+    const std::string name = "sequence " + std::to_string(static_cast<uint64_t>(pin));
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.extend(pin, 1); }),
+              "extend: " + name + " is a pin, which cannot grow; fork it");
+    const Sequence fork = allocator.fork(pin)[0];
+    allocator.extend(fork, 1);
+    EXPECT_EQ(allocator.length(fork), 9);
+    EXPECT_EQ(allocator.length(pin), 8);
+    const std::string other = "sequence " + std::to_string(static_cast<uint64_t>(fork));
+    EXPECT_EQ(message_of<ValueError>([&] { allocator.unpin(fork); }),
+              "unpin: " + other + " is not a pin; free() ends sequences");
+    EXPECT_EQ(allocator.length(fork), 9);
+    allocator.unpin(pin);
+    const Sequence next = allocator.create();  // in the entry of the pin
+    allocator.extend(next, 1);
+    allocator.check_invariants();
+}
+
 TEST(PrefixCache, LogsWhatARouterNeeds) {
     PrefixCacheOptions options;
     options.hash_key = {1, 2};

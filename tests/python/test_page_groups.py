@@ -1,5 +1,7 @@
 """Host memory, windows and groups of PageAllocator: what Python adds to the C++ tests of the same."""
 
+import copy
+import pickle
 import re
 
 import numpy as np
@@ -146,6 +148,22 @@ def test_groups_to_the_host():
 def test_bad_groups(groups):
     with pytest.raises(TypeError, match=r"^from_groups: groups must be a list of octavo\.PageGroup; got "):
         octavo.PageAllocator.from_groups(groups)
+
+
+def test_bad_groups_name_what_is_no_group():
+    message = "from_groups: groups must be a list of octavo.PageGroup; got list with groups[1] of type tuple"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        octavo.PageAllocator.from_groups([octavo.PageGroup(4, 16), (4, 16)])
+
+
+def test_groups_are_values():
+    group = octavo.PageGroup(4, 16, window_left=7)
+    assert repr(group) == "PageGroup(num_pages=4, page_size=16, window_left=7, num_host_pages=0)"
+    for same in (copy.copy(group), copy.deepcopy(group), pickle.loads(pickle.dumps(group))):
+        assert same == group and hash(same) == hash(group) and repr(same) == repr(group)
+    for other in (octavo.PageGroup(4, 16), octavo.PageGroup(4, 16, window_left=7, num_host_pages=1), (4, 16)):
+        assert other != group
+    assert octavo.PageAllocator.from_groups((group, same)).num_groups == 2
 
 
 def test_bad_sizes():

@@ -118,6 +118,13 @@ def test_pins(alloc, step_arrays):
     assert alloc.num_free_pages == 16
     with pytest.raises(octavo.InvalidSequence, match=f"^unpin: sequence {pin} was freed$"):
         alloc.unpin(pin)
+    seq = alloc.create(PROMPT)
+    with pytest.raises(ValueError, match=f"^unpin: sequence {seq} is not a pin; free\\(\\) ends sequences$"):
+        alloc.unpin(seq)
+    assert alloc.length(seq) == 8
+    pin = alloc.pin(PROMPT)
+    with pytest.raises(ValueError, match=f"^step: sequence {pin} is a pin, which cannot grow; fork it$"):
+        alloc.step([pin], 1, step_arrays)
 
 
 def test_events(alloc, step_arrays):
@@ -232,6 +239,21 @@ def test_keys_are_chained_siphashes(step_arrays):
             lambda a, s: octavo.PageAllocator(4, 4, prefix_cache=True, hash_bits=200),
             ValueError,
             "PageAllocator: hash_bits (200) must be between 0 and 128",
+        ),
+        (
+            lambda a, s: octavo.PageAllocator(4, 4, hash_key=bytes(16)),
+            ValueError,
+            "PageAllocator: hash_key needs prefix_cache=True",
+        ),
+        (
+            lambda a, s: octavo.PageAllocator(4, 4, hash_bits=999),
+            ValueError,
+            "PageAllocator: hash_bits needs prefix_cache=True",
+        ),
+        (
+            lambda a, s: octavo.PageAllocator.from_groups([octavo.PageGroup(4, 4)], event_capacity=1000),
+            ValueError,
+            "PageAllocator: event_capacity needs prefix_cache=True",
         ),
         (
             lambda a, s: octavo.PageAllocator(4, 4).create([1]),
