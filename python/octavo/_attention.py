@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from octavo._operators import native
-from octavo._types import Array, AttentionOptions, Integers, Stream, SupportsDLPack  # noqa: F401 (of options)
+from octavo._types import Array, AttentionOptions, Integers, NumPyArray, Stream, SupportsDLPack  # noqa: F401 (of options)
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 
@@ -24,6 +26,17 @@ def attention(
 ) -> Array: ...
 @overload
 def attention(
+    q: NumPyArray,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    *,
+    return_lse: Literal[True],
+    out: NumPyArray | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[NumPyArray, NDArray[np.float32]]: ...
+@overload
+def attention(
     q: Array,
     k: SupportsDLPack,
     v: SupportsDLPack,
@@ -33,6 +46,17 @@ def attention(
     stream: Stream | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    *,
+    return_lse: bool,
+    out: Array | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Array | tuple[Array, Any]: ...
 @native(AttentionOptions)
 def attention(
     q: Array,
@@ -152,6 +176,24 @@ def attention(
     raise NotImplementedError  # native() makes the function that runs
 
 
+@overload
+def merge_states(
+    out_a: NumPyArray,
+    lse_a: SupportsDLPack,
+    out_b: SupportsDLPack,
+    lse_b: SupportsDLPack,
+    *,
+    stream: Stream | None = None,
+) -> tuple[NumPyArray, NDArray[np.float32]]: ...
+@overload
+def merge_states(
+    out_a: Array,
+    lse_a: SupportsDLPack,
+    out_b: SupportsDLPack,
+    lse_b: SupportsDLPack,
+    *,
+    stream: Stream | None = None,
+) -> tuple[Array, Array]: ...
 @native()
 def merge_states(
     out_a: Array,

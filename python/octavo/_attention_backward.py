@@ -79,6 +79,23 @@ def attention_backward(
     stream: Stream | None = None,
     **options: Unpack[AttentionBackwardOptions],
 ) -> tuple[Array, Array, Array, Array, Array]: ...
+@overload
+def attention_backward(
+    dout: Array,
+    q: SupportsDLPack,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    out: SupportsDLPack,
+    lse: SupportsDLPack,
+    *,
+    return_dalibi: bool = False,
+    return_dsinks: bool = False,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[AttentionBackwardOptions],
+) -> tuple[Array, ...]: ...
 @native(AttentionBackwardOptions)
 def attention_backward(
     dout: Array,

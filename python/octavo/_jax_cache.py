@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 import octavo
 from octavo import _jax_call
-from octavo._jax_call import like
+from octavo._jax_call import Integers, like
 
 # JAX would take what is not an array for one.
 _NOT_ARRAYS = ("kv_dtype", "rotate_keys")
@@ -32,10 +32,10 @@ def append_kv(
     v: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike | None = None,
-    seq_lens: ArrayLike | None = None,
+    page_table: Integers | None = None,
+    seq_lens: Integers | None = None,
     *,
-    cu_seqlens: ArrayLike | None = None,
+    cu_seqlens: Integers | None = None,
     k_scale: float | ArrayLike | None = None,
     v_scale: float | ArrayLike | None = None,
     k_scales: None = None,
@@ -48,7 +48,7 @@ def append_kv(
     rotary_sin: ArrayLike | None = None,
     rotary_interleaved: bool = False,
     q: None = None,
-    slot_mapping: ArrayLike | None = None,
+    slot_mapping: Integers | None = None,
     static_tables: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
 @overload
@@ -57,10 +57,10 @@ def append_kv(
     v: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike | None = None,
-    seq_lens: ArrayLike | None = None,
+    page_table: Integers | None = None,
+    seq_lens: Integers | None = None,
     *,
-    cu_seqlens: ArrayLike | None = None,
+    cu_seqlens: Integers | None = None,
     k_scale: float | ArrayLike | None = None,
     v_scale: float | ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
@@ -73,7 +73,7 @@ def append_kv(
     rotary_sin: ArrayLike | None = None,
     rotary_interleaved: bool = False,
     q: ArrayLike | None = None,
-    slot_mapping: ArrayLike | None = None,
+    slot_mapping: Integers | None = None,
     static_tables: bool = False,
 ) -> tuple[jax.Array, ...]: ...
 @like(octavo.append_kv)
@@ -82,10 +82,10 @@ def append_kv(
     v: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike | None = None,
-    seq_lens: ArrayLike | None = None,
+    page_table: Integers | None = None,
+    seq_lens: Integers | None = None,
     *,
-    cu_seqlens: ArrayLike | None = None,
+    cu_seqlens: Integers | None = None,
     k_scale: float | ArrayLike | None = None,
     v_scale: float | ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
@@ -98,7 +98,7 @@ def append_kv(
     rotary_sin: ArrayLike | None = None,
     rotary_interleaved: bool = False,
     q: ArrayLike | None = None,
-    slot_mapping: ArrayLike | None = None,
+    slot_mapping: Integers | None = None,
     static_tables: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Write each sequence's newest tokens to the end of its pages: ``octavo.append_kv`` in a JAX program.
@@ -176,7 +176,7 @@ def append_kv(
 def copy_pages(
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    copies: ArrayLike,
+    copies: Integers,
     *,
     to_k_pages: ArrayLike | None = None,
     to_v_pages: ArrayLike | None = None,
@@ -189,7 +189,7 @@ def copy_pages(
 def copy_pages(
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    copies: ArrayLike,
+    copies: Integers,
     *,
     to_k_pages: ArrayLike | None = None,
     to_v_pages: ArrayLike | None = None,
@@ -202,7 +202,7 @@ def copy_pages(
 def copy_pages(
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    copies: ArrayLike,
+    copies: Integers,
     *,
     to_k_pages: ArrayLike | None = None,
     to_v_pages: ArrayLike | None = None,

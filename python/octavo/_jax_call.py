@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
+from jax.typing import ArrayLike
 
 from octavo import _core, _jax_batching, _linear_on_cuda
 from octavo._operators import ARGUMENTS, with_keywords
@@ -32,6 +33,9 @@ if jax.__version_info__ < (0, 4, 38):
 for _name, _handlers in _core.xla_handlers().items():
     for _platform, _handler in zip(("cpu", "CUDA"), _handlers, strict=True):
         ffi.register_ffi_target(f"octavo_{_name}", _handler, platform=_platform)
+
+Integers: TypeAlias = ArrayLike | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
+"""Page numbers, lengths or offsets. What is not an array is part of the program."""
 
 Option: TypeAlias = bool | int | float | str
 _Arrays: TypeAlias = dict[str, jax.Array]

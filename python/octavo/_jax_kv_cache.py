@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from octavo._cache import PagedCache
 from octavo._jax_cache import append_kv, copy_pages
+from octavo._jax_call import Integers
 from octavo._kv_layout import check_rows
 from octavo._kv_memory import free_host_bytes
 from octavo._kv_sequences import KVSequences
@@ -246,9 +247,9 @@ class KVCacheStep:
         sinks: ArrayLike | None = None,
         softmax_phi: float | ArrayLike | None = None,
         tree_mask: ArrayLike | None = None,
-        bidirectional_ranges: ArrayLike | None = None,
+        bidirectional_ranges: Integers | None = None,
         ranges_keep_window_left: bool = False,
-        chosen_pages: ArrayLike | None = None,
+        chosen_pages: Integers | None = None,
         rotary_cos: ArrayLike | None = None,
         rotary_sin: ArrayLike | None = None,
         rotary_interleaved: bool = False,

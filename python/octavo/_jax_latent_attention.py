@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 import octavo
 from octavo import _jax_call
-from octavo._jax_call import like
+from octavo._jax_call import Integers, like
 from octavo._types import LatentAttentionScalars
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class _LatentAttentionOptions(LatentAttentionScalars, total=False):
-    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_q: Integers | None
 
 
 @overload
 def latent_attention(
     q: ArrayLike,
     kv_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[_LatentAttentionOptions],
@@ -34,18 +34,28 @@ def latent_attention(
 def latent_attention(
     q: ArrayLike,
     kv_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: Literal[True],
     **options: Unpack[_LatentAttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def latent_attention(
+    q: ArrayLike,
+    kv_pages: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
+    *,
+    return_lse: bool,
+    **options: Unpack[_LatentAttentionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @like(octavo.latent_attention, _LatentAttentionOptions)
 def latent_attention(
     q: ArrayLike,
     kv_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: bool = False,
     **options: Unpack[_LatentAttentionOptions],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from octavo._operators import native
-from octavo._types import Array, Integers, LatentAttentionOptions, Stream, SupportsDLPack
+from octavo._types import Array, Integers, LatentAttentionOptions, NumPyArray, Stream, SupportsDLPack
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 
@@ -25,6 +27,18 @@ def latent_attention(
 ) -> Array: ...
 @overload
 def latent_attention(
+    q: NumPyArray,
+    kv_pages: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
+    *,
+    return_lse: Literal[True],
+    out: NumPyArray | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[LatentAttentionOptions],
+) -> tuple[NumPyArray, NDArray[np.float32]]: ...
+@overload
+def latent_attention(
     q: Array,
     kv_pages: SupportsDLPack,
     page_table: Integers,
@@ -35,6 +49,18 @@ def latent_attention(
     stream: Stream | None = None,
     **options: Unpack[LatentAttentionOptions],
 ) -> tuple[Array, Array]: ...
+@overload
+def latent_attention(
+    q: Array,
+    kv_pages: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
+    *,
+    return_lse: bool,
+    out: Array | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[LatentAttentionOptions],
+) -> Array | tuple[Array, Any]: ...
 @native(LatentAttentionOptions)
 def latent_attention(
     q: Array,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from octavo._operators import native
-from octavo._types import Array, Integers, PagedAttentionOptions, Stream, SupportsDLPack
+from octavo._types import Array, Integers, NumPyArray, PagedAttentionOptions, Stream, SupportsDLPack
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 
@@ -26,6 +28,19 @@ def paged_attention(
 ) -> Array: ...
 @overload
 def paged_attention(
+    q: NumPyArray,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
+    *,
+    return_lse: Literal[True],
+    out: NumPyArray | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[PagedAttentionOptions],
+) -> tuple[NumPyArray, NDArray[np.float32]]: ...
+@overload
+def paged_attention(
     q: Array,
     k_pages: SupportsDLPack,
     v_pages: SupportsDLPack,
@@ -37,6 +52,19 @@ def paged_attention(
     stream: Stream | None = None,
     **options: Unpack[PagedAttentionOptions],
 ) -> tuple[Array, Array]: ...
+@overload
+def paged_attention(
+    q: Array,
+    k_pages: SupportsDLPack,
+    v_pages: SupportsDLPack,
+    page_table: Integers,
+    seq_lens: Integers,
+    *,
+    return_lse: bool,
+    out: Array | None = None,
+    stream: Stream | None = None,
+    **options: Unpack[PagedAttentionOptions],
+) -> Array | tuple[Array, Any]: ...
 @native(PagedAttentionOptions)
 def paged_attention(
     q: Array,

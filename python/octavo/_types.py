@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 if TYPE_CHECKING:  # NumPy itself is imported by the first call that makes one of its arrays
     import numpy as np
@@ -23,6 +23,9 @@ class SupportsDLPack(Protocol):
 
 Array = TypeVar("Array", bound=SupportsDLPack)
 """The framework of the call's first array, which is that of its results."""
+
+NumPyArray = TypeVar("NumPyArray", bound="NDArray[Any]")
+"""The same where it is NumPy, whose arrays have their dtype in their type: a log-sum-exp has another one."""
 
 Integers: TypeAlias = (
     SupportsDLPack | Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]

@@ -34,7 +34,7 @@ from jax.typing import ArrayLike
 import octavo
 from octavo import _jax_call
 from octavo._jax_cache import append_kv, copy_pages
-from octavo._jax_call import like
+from octavo._jax_call import Integers, like
 from octavo._jax_kv_cache import KVCache, KVCacheStep
 from octavo._jax_latent_attention import latent_attention
 from octavo._types import AttentionBackwardScalars, AttentionScalars, PagedAttentionScalars
@@ -58,11 +58,11 @@ __all__ = [
 
 
 class _AttentionOptions(AttentionScalars, total=False):
-    cu_seqlens_q: ArrayLike | None
-    cu_seqlens_k: ArrayLike | None
+    cu_seqlens_q: Integers | None
+    cu_seqlens_k: Integers | None
     alibi_slopes: ArrayLike | None
-    prefix_lens: ArrayLike | None
-    bidirectional_ranges: ArrayLike | None
+    prefix_lens: Integers | None
+    bidirectional_ranges: Integers | None
     block_mask: ArrayLike | None
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
@@ -70,20 +70,20 @@ class _AttentionOptions(AttentionScalars, total=False):
 
 class _AttentionBackwardOptions(AttentionBackwardScalars, total=False):
     dlse: ArrayLike | None
-    cu_seqlens_q: ArrayLike | None
-    cu_seqlens_k: ArrayLike | None
+    cu_seqlens_q: Integers | None
+    cu_seqlens_k: Integers | None
     alibi_slopes: ArrayLike | None
-    prefix_lens: ArrayLike | None
-    bidirectional_ranges: ArrayLike | None
+    prefix_lens: Integers | None
+    bidirectional_ranges: Integers | None
     block_mask: ArrayLike | None
     sinks: ArrayLike | None
 
 
 class _PagedAttentionOptions(PagedAttentionScalars, total=False):
-    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_q: Integers | None
     alibi_slopes: ArrayLike | None
-    prefix_lens: ArrayLike | None
-    bidirectional_ranges: ArrayLike | None
+    prefix_lens: Integers | None
+    bidirectional_ranges: Integers | None
     k_scale: float | ArrayLike | None
     v_scale: float | ArrayLike | None
     k_scales: ArrayLike | None
@@ -93,7 +93,7 @@ class _PagedAttentionOptions(PagedAttentionScalars, total=False):
     sinks: ArrayLike | None
     softmax_phi: float | ArrayLike | None
     tree_mask: ArrayLike | None
-    chosen_pages: ArrayLike | None
+    chosen_pages: Integers | None
 
 
 @overload
@@ -116,6 +116,16 @@ def attention(
     deterministic_backward: bool = False,
     **options: Unpack[_AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    return_lse: bool,
+    deterministic_backward: bool = False,
+    **options: Unpack[_AttentionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @like(octavo.attention, _AttentionOptions)
 def attention(
     q: ArrayLike,
@@ -208,6 +218,19 @@ def attention_backward(
     return_dsinks: Literal[True],
     **options: Unpack[_AttentionBackwardOptions],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]: ...
+@overload
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    out: ArrayLike,
+    lse: ArrayLike,
+    *,
+    return_dalibi: bool = False,
+    return_dsinks: bool = False,
+    **options: Unpack[_AttentionBackwardOptions],
+) -> tuple[jax.Array, ...]: ...
 @like(octavo.attention_backward, _AttentionBackwardOptions)
 def attention_backward(
     dout: ArrayLike,
@@ -258,8 +281,8 @@ def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: Literal[False] = False,
     **options: Unpack[_PagedAttentionOptions],
@@ -269,19 +292,30 @@ def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: Literal[True],
     **options: Unpack[_PagedAttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
+    *,
+    return_lse: bool,
+    **options: Unpack[_PagedAttentionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 @like(octavo.paged_attention, _PagedAttentionOptions)
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
-    page_table: ArrayLike,
-    seq_lens: ArrayLike,
+    page_table: Integers,
+    seq_lens: Integers,
     *,
     return_lse: bool = False,
     **options: Unpack[_PagedAttentionOptions],

@@ -199,21 +199,30 @@ def test_typed_dicts():
 
 
 USES = """
+from typing import Any
+
 from typing_extensions import assert_type
 
 import numpy as np
+from numpy.typing import NDArray
 
 import octavo
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Half = np.ndarray[tuple[int, ...], np.dtype[np.float16]]
+Lse = NDArray[np.float32]
 
 
-def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
+class Other:  # an array of a library without dtypes in its types
+    def __dlpack__(self) -> object: ...
+
+
+def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]], o: Other, b: bool) -> None:
     paged = (x, x, x, i, i)
     assert_type(octavo.attention(x, x, x, causal=True, alibi_slopes=x, out=x, stream=0), Array)
-    assert_type(octavo.attention(x, x, x, softmax_scale=0.5, return_lse=True), tuple[Array, Array])
+    assert_type(octavo.attention(x, x, x, softmax_scale=0.5, return_lse=True), tuple[Array, Lse])
     assert_type(octavo.paged_attention(*paged, cu_seqlens_q=i, num_splits=None, window_left=2), Array)
-    assert_type(octavo.paged_attention(*paged, return_lse=True, k_scale=0.5), tuple[Array, Array])
+    assert_type(octavo.paged_attention(*paged, return_lse=True, k_scale=0.5), tuple[Array, Lse])
     assert_type(octavo.paged_attention(*paged, k_scale=x, k_scales=x, kv_dtype="int4"), Array)
     octavo.paged_attention(x, x, x, [[0, 1]], (3,), chosen_pages=[[[0, 1], [1, -1]]])
     octavo.paged_attention(x, x, x, ((0, 1),), [3], cu_seqlens_q=[0, 1], bidirectional_ranges=[[(0, 2)]])
@@ -241,8 +250,19 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
     assert_type(octavo.rms_norm(x, x, 1e-5, x), tuple[Array, Array])
     octavo.rms_norm(x, x, residual_out=x)  # type: ignore[call-overload]
     assert_type(octavo.latent_attention(x, x, i, i, softmax_scale=0.1, out=x), Array)
-    assert_type(octavo.latent_attention(x, x, i, i, softmax_scale=0.1, return_lse=True), tuple[Array, Array])
+    assert_type(octavo.latent_attention(x, x, i, i, softmax_scale=0.1, return_lse=True), tuple[Array, Lse])
     octavo.latent_attention(x, x, i, i, softcap=0.1)  # type: ignore[call-overload]
+    h = x.astype(np.float16)
+    assert_type(octavo.attention(h, h, h, return_lse=True), tuple[Half, Lse])
+    assert_type(octavo.merge_states(h, x, h, x), tuple[Half, Lse])
+    assert_type(octavo.attention(o, o, o, return_lse=True), tuple[Other, Other])
+    assert_type(octavo.merge_states(o, o, o, o), tuple[Other, Other])
+    assert_type(octavo.attention(h, h, h, return_lse=b), Half | tuple[Half, Any])
+    assert_type(octavo.paged_attention(*paged, return_lse=b), Array | tuple[Array, Any])
+    latent = octavo.latent_attention(x, x, i, i, softmax_scale=0.1, return_lse=b)
+    assert_type(latent, Array | tuple[Array, Any])
+    assert_type(octavo.attention_backward(*results, return_dalibi=b), tuple[Array, ...])
+    assert_type(octavo.attention_backward(*results, return_dalibi=True, return_dsinks=b), tuple[Array, ...])
     octavo.attention_backward(*results, return_lse=True)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window=3)  # type: ignore[call-overload]
     octavo.attention(x, x, x, window_left=0.5)  # type: ignore[call-overload]
@@ -251,10 +271,36 @@ def use(x: Array, i: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> None:
 """
 
 
-def test_type_checkers(tmp_path):
+JAX_USES = """
+from typing_extensions import assert_type
+
+import jax
+import numpy as np
+
+import octavo.jax
+
+
+def use(x: jax.Array, b: bool) -> None:
+    octavo.jax.paged_attention(x, x, x, [[0], [1]], (1, 1), cu_seqlens_q=np.ones(3, np.int32))
+    octavo.jax.paged_attention(x, x, x, x, x, chosen_pages=[[0]], bidirectional_ranges=[[(0, 2)]])
+    octavo.jax.append_kv(x, x, x, x, [[0], [1]], [1, 1])
+    octavo.jax.append_kv(x, x, x, x, slot_mapping=[3])
+    octavo.jax.copy_pages(x, x, [(0, 1)])
+    octavo.jax.attention(x, x, x, cu_seqlens_q=[0, 2], cu_seqlens_k=[0, 2], prefix_lens=[1])
+    octavo.jax.paged_attention(x, x, x, [["0"]], [1])  # type: ignore[arg-type]
+    assert_type(octavo.jax.attention(x, x, x, return_lse=b), jax.Array | tuple[jax.Array, jax.Array])
+    backward = octavo.jax.attention_backward(x, x, x, x, x, x, return_dalibi=b, return_dsinks=True)
+    assert_type(backward, tuple[jax.Array, ...])
+"""
+
+
+@pytest.mark.parametrize("uses", [pytest.param(USES, id="octavo"), pytest.param(JAX_USES, id="jax")])
+def test_type_checkers(tmp_path, uses):
     """They know the results by what is asked for, and refuse unknown keywords and values of other types."""
     pytest.importorskip("mypy")
-    (tmp_path / "uses.py").write_text(USES)
+    if uses is JAX_USES:
+        pytest.importorskip("octavo.jax")
+    (tmp_path / "uses.py").write_text(uses)
     run(sys.executable, "-m", "mypy", "--strict", "--config-file=", "uses.py", cwd=tmp_path)
 
 
