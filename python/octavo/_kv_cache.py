@@ -34,7 +34,7 @@ class KVCache(KVSequences):
     Args:
         num_layers: layers with a cache.
         num_kv_heads: heads of keys and values.
-        head_dim: of a head.
+        head_dim: of a head: a multiple of 8 up to 512.
         num_pages: pages of each layer. Give this, memory or memory_fraction. A layer with a window gets no
             more than max_batch sequences need that are all in every step.
         memory: bytes for the pages of all layers; as many pages are made as fit.

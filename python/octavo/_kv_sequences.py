@@ -12,6 +12,7 @@ from octavo._kv_layout import group_layers, most_pages_of_window, pages_within
 if TYPE_CHECKING:
     from octavo._types import SupportsDLPack
 
+_LARGEST_HEAD_DIM = 512  # of paged_attention
 _LONGEST = 8192  # tokens; each makes a row of the page table longer, which every step moves
 
 
@@ -52,6 +53,10 @@ class KVSequences:
         for name, number in numbers.items():
             if int_argument("KVCache", name, number) < 1:
                 raise ValueError(f"KVCache: {name} ({number}) must be at least 1")
+            if name.startswith("head_dim") and not (number % 8 == 0 and number <= _LARGEST_HEAD_DIM):
+                raise ValueError(
+                    f"KVCache: {name} ({number}) must be a multiple of 8 from 8 to {_LARGEST_HEAD_DIM}"
+                )
         self._groups = group_layers(num_layers, windows)
         if prefix_cache and self._groups[0].window_left >= 0:
             raise ValueError(

@@ -74,6 +74,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "layers": (lambda: kv_cache(num_layers=0), ValueError, "KVCache: num_layers (0) must be at least 1"),
     "heads": (lambda: kv_cache(num_kv_heads=0), ValueError, "KVCache: num_kv_heads (0) must be at least 1"),
+    **{
+        f"head_dim {head_dim}": (
+            lambda head_dim=head_dim: kv_cache(head_dim=head_dim),
+            ValueError,
+            f"KVCache: head_dim ({head_dim}) must be a multiple of 8 from 8 to 512",
+        )
+        for head_dim in (7, 60, 520)
+    },
+    "head_dim_v": (
+        lambda: kv_cache(head_dim_v=12),
+        ValueError,
+        "KVCache: head_dim_v (12) must be a multiple of 8 from 8 to 512",
+    ),
     "batch": (lambda: kv_cache(max_batch=0), ValueError, "KVCache: max_batch (0) must be at least 1"),
     "length": (lambda: kv_cache(max_length=0), ValueError, "KVCache: max_length (0) must be at least 1"),
     "dtype": (
