@@ -84,7 +84,7 @@ struct TensorView {
     // A contiguous (C order) array over `data`.
     TensorView(void* data, DType dtype, std::initializer_list<int64_t> shape, Device device = {});
 
-    int64_t size() const;                // number of elements
+    int64_t size() const;                // number of elements; INT64_MAX where an int64_t is too small
     std::string shape_string() const;    // "[2, 128, 9, 64]"
     std::string strides_string() const;  // likewise
 };

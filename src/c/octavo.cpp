@@ -106,12 +106,15 @@ struct Importer {
         view.device.type = static_cast<octavo::DeviceType>(tensor.device_type);
         view.device.index = view.device.type == octavo::DeviceType::cuda ? tensor.device_index : 0;
         view.ndim = tensor.ndim;
-        int64_t stride = 1;
-        for (int axis = tensor.ndim - 1; axis >= 0; --axis) {
+        for (int axis = 0; axis < tensor.ndim; ++axis) {
             view.shape[axis] = tensor.shape[axis];
             if (view.shape[axis] < 0) refuse(name, "'s shape must not be negative");
+        }
+        int64_t stride = 1;
+        for (int axis = tensor.ndim - 1; axis >= 0; --axis) {
             view.strides[axis] = tensor.strides ? tensor.strides[axis] : stride;
-            stride *= view.shape[axis];
+            if (__builtin_mul_overflow(stride, view.shape[axis], &stride))
+                refuse(name, "'s shape must have fewer than 2^63 elements; got " + view.shape_string());
         }
         if (!view.data && view.size() != 0) refuse(name, " must have data");
         return view;

@@ -3,6 +3,8 @@
 
 #include <octavo/error.h>
 
+#include <limits>
+
 namespace octavo {
 namespace {
 
@@ -59,14 +61,19 @@ TensorView::TensorView(void* data, DType dtype, std::initializer_list<int64_t> e
     int64_t stride = 1;
     for (axis = ndim - 1; axis >= 0; --axis) {
         strides[axis] = stride;
-        stride *= shape[axis];
+        if (__builtin_mul_overflow(stride, shape[axis], &stride))
+            throw ValueError("TensorView: shape " + shape_string() + " must have fewer than 2^63 elements");
     }
 }
 
 int64_t TensorView::size() const {
     int64_t count = 1;
-    for (int axis = 0; axis < ndim; ++axis) count *= shape[axis];
-    return count;
+    bool is_too_large = false;
+    for (int axis = 0; axis < ndim; ++axis) {
+        if (shape[axis] == 0) return 0;
+        is_too_large |= __builtin_mul_overflow(count, shape[axis], &count);
+    }
+    return is_too_large ? std::numeric_limits<int64_t>::max() : count;
 }
 
 std::string TensorView::shape_string() const { return text_of(shape.data(), ndim); }

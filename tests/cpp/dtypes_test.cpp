@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstring>
 #include <iterator>
+#include <limits>
 #include <random>
 #include <set>
 #include <string>
@@ -32,6 +33,19 @@ TEST(DTypes, EachHasASize) {
     std::set<std::string> names;
     for (DType dtype : kDTypes) names.insert(to_string(dtype));
     EXPECT_EQ(names.size(), std::size(kDTypes)) << "each has a name of its own";
+}
+
+TEST(DTypes, SizesAreCountedAsFarAsTheyGo) {
+    constexpr int64_t kLarge = int64_t{1} << 62;
+    float x = 0;
+    EXPECT_THROW(TensorView(&x, DType::float32, {kLarge, kLarge, 4}), ValueError);
+    TensorView view(&x, DType::float32, {kLarge, 1});
+    EXPECT_EQ(view.size(), kLarge);
+    view.shape = {kLarge, kLarge};
+    EXPECT_EQ(view.size(), std::numeric_limits<int64_t>::max());
+    view.ndim = 3;
+    view.shape = {kLarge, kLarge, 0};
+    EXPECT_EQ(view.size(), 0);
 }
 
 TEST(DTypes, EachFloatHasATypeOnTheCpu) {

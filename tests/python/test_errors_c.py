@@ -36,6 +36,12 @@ def test_errors(library):
         library.attention(q=q, k=q, v=q, out=out, dropout_p=0.5)
     with pytest.raises(OctavoError, match=r"args->struct_size \(8\) must be \d+, as the struct's init"):
         library.call("attention", byref(AttentionArgs(struct_size=8)))
+    with pytest.raises(
+        OctavoError, match=r"attention: q's shape must have fewer than 2\^63 elements; got \[46"
+    ):
+        library.attention(
+            q=Tensor(data=1, shape=(c_int64 * 4)(2**62, 2**62, 4, 64), ndim=4), k=k, v=k, out=out
+        )
     with pytest.raises(OctavoError, match="copy_pages: k_pages must have data"):
         library.copy_pages(k_pages=Tensor(shape=Tensor.of(q).shape, ndim=4))
 
