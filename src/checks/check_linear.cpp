@@ -75,6 +75,15 @@ void check_norm(const Checker& check, const LinearArgs& args, LinearParams& p) {
     }
 }
 
+bool is_activation(Activation activation) {
+    switch (activation) {
+        case Activation::silu:
+        case Activation::gelu:
+        case Activation::silu_gate: return true;
+    }
+    return false;
+}
+
 void check_plan(const char* op, const LinearPlan& plan, const LinearParams& p) {
     if (p.device.type == DeviceType::cpu)
         fail<ValueError>(op, "plan is for arrays on a GPU; x is on the CPU, where one kernel computes all");
@@ -107,6 +116,10 @@ LinearParams check_linear_for(const char* op, const LinearArgs& args) {
     p.static_weight = args.static_weight;
     p.batch_invariant = args.batch_invariant;
     const Checker check(op, p.device);
+    if (args.activation && !is_activation(*args.activation)) {
+        fail<ValueError>(op, "activation must be silu, gelu or silu_gate; got ",
+                         static_cast<int>(*args.activation));
+    }
     if (args.x.ndim < 1) {
         fail<ValueError>(op, "x must have shape [..., K] with up to ", kMaxAxes, " leading axes; got ",
                          args.x.shape_string());

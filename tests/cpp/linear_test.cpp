@@ -87,6 +87,9 @@ TEST(Linear, Refusals) {
     args.activation = Activation::silu_gate;
     EXPECT_THROW(linear(args), ValueError);
     args = layer.args;
+    args.activation = static_cast<Activation>(7);
+    EXPECT_THROW(linear(args), ValueError);
+    args = layer.args;
     args.w.dtype = DType::int32;
     EXPECT_THROW(linear(args), TypeError);
     args = layer.args;
