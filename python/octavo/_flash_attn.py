@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -37,7 +38,12 @@ def score_options(
     """
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"{function}: window_size must be (left, right); got {window_size!r}")
-    window_left, window_right = (max(bound, -1) for bound in window_size)
+    try:
+        window_left, window_right = (max(operator.index(bound), -1) for bound in window_size)
+    except TypeError:
+        raise TypeError(
+            f"{function}: window_size must be two ints (left, right), -1 for all keys; got {window_size!r}"
+        ) from None
     if causal or num_queries == 1:  # a query of its own sits at the last key
         window_right = 0
     return {

@@ -295,7 +295,8 @@ class KVCacheStep:
 
         Raises:
             ValueError, TypeError: as ``append_kv`` and ``paged_attention`` of octavo.jax; a layer out of
-                range, more rows than the step has, or the pages of another number of layers.
+                range, more rows than the step has or, outside of a program, fewer than new tokens, or the
+                pages of another number of layers.
         """
         from octavo.jax import paged_attention  # here, since octavo.jax imports this file
 
@@ -306,7 +307,8 @@ class KVCacheStep:
         if not 0 <= layer < num_layers:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {num_layers - 1}")
         if shapes.max_seqlen_q is not None:
-            check_rows(q, shapes.num_rows_of_tokens)
+            num_tokens = self.num_tokens if isinstance(self.num_tokens, int) else None  # traced in a program
+            check_rows(q, k, v, num_tokens, shapes.num_rows_of_tokens)
         group, window_left = shapes.groups_of_layers[layer]
         page_table = shapes.layout.page_table(self._numbers, group, shapes.rows)
         seq_lens = self.seq_lens

@@ -415,7 +415,7 @@ class KVCacheStep:
 
         Raises:
             RuntimeError: another step of the cache has begun.
-            ValueError: q has more rows than the step.
+            ValueError: q has more rows than the step, or q, k or v fewer than new tokens.
             ValueError, TypeError, RuntimeError: as ``append_kv`` and ``paged_attention``; nothing is written
                 where it is append_kv that refuses.
         """
@@ -432,7 +432,7 @@ class KVCacheStep:
             raise ValueError(f"attend: layer ({layer}) must be from 0 to {cache.num_layers - 1}")
         k_pages, v_pages, others, group, window_left = cache._of_layer[layer]
         if self._cu_seqlens is not None:
-            check_rows(q, self._num_rows)
+            check_rows(q, k, v, self.num_tokens, self._num_rows)
         page_table, seq_lens, cu_seqlens = self.page_tables[group], self.seq_lens, self._cu_seqlens
         if bidirectional_ranges is not None and window_left >= 0 and not ranges_keep_window_left:
             cache._numbers.check_ranges(bidirectional_ranges, seq_lens, cu_seqlens, layer, window_left)

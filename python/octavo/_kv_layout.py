@@ -81,8 +81,26 @@ def pages_within(memory: int, page_bytes: Sequence[int], most: Sequence[int | No
     return low
 
 
-def check_rows(q: Any, num_rows: int) -> None:
-    """The operators take more rows than there are new tokens for padding, with results of no meaning."""
+def check_rows(q: Any, k: Any, v: Any, num_tokens: int | None, num_rows: int) -> None:
+    """The operators take more rows than there are new tokens for padding, with results of no meaning.
+
+    On a GPU they cannot see that there are fewer.
+
+    Args:
+        q: of the new tokens, as are k and v.
+        k: likewise.
+        v: likewise.
+        num_tokens: new tokens in the step; None where that is not known.
+        num_rows: the same with padding.
+    """
     shape = getattr(q, "shape", None)
     if shape and shape[0] > num_rows:
         raise ValueError(f"attend: q must have the {num_rows} rows of the step at most; got {shape[0]}")
+    if num_tokens is None:
+        return
+    for name, rows in (("q", q), ("k", k), ("v", v)):
+        shape = getattr(rows, "shape", None)
+        if shape and shape[0] < num_tokens:
+            raise ValueError(
+                f"attend: {name} must have a row for each of the {num_tokens} new tokens; got {shape[0]}"
+            )

@@ -118,6 +118,13 @@ bool is_name_of_int4(std::string_view dtype) { return dtype == "int4" || dtype =
                    reason.c_str());
 }
 
+// Whether that is the name of a type that stands for an array while JAX traces a function.
+bool is_jax_tracer(std::string_view type_name) {
+    constexpr std::string_view module = "jax.", suffix = "Tracer";
+    return type_name.size() > module.size() + suffix.size() && type_name.substr(0, module.size()) == module &&
+           type_name.substr(type_name.size() - suffix.size()) == suffix;
+}
+
 Device device_of(const char* op, const char* name, nb::handle array, Accept accept) {
     nb::object pair;
     try {
@@ -354,9 +361,15 @@ TensorView Call::import(const char* name, nb::handle array, Accept accept, bool 
         return import(name, array_of_list(name, array), accept, writes, may_be_on_host);
     const ArrayType type = array_type_of(array);
     if (type.framework == Framework::none) {
+        const std::string type_name = bindings::type_name(array);
+        if (is_jax_tracer(type_name)) {
+            fail<TypeError>(op_, name, " is traced by JAX, as under jax.jit or jax.grad, and has no memory; ",
+                            "use the functions of octavo.jax, which become part of the program; got ",
+                            type_name);
+        }
         fail<TypeError>(op_, name,
                         " must be an array (an object with __dlpack__ and __dlpack_device__); got ",
-                        bindings::type_name(array));
+                        type_name);
     }
     if (type.is_masked) {
         fail<TypeError>(op_, name, " is a masked array, and its mask would be ignored; use ", name,

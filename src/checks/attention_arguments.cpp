@@ -302,11 +302,12 @@ void set_masks(const Checker& check, AttentionParams& p, const Args& args) {
     }
 
     const double scale = args.softmax_scale.value_or(1.0 / std::sqrt(static_cast<double>(p.head_dim)));
-    if (!std::isfinite(scale)) fail<ValueError>(op, "softmax_scale must be finite; got ", scale);
+    p.softmax_scale = static_cast<float>(scale);
+    if (!std::isfinite(p.softmax_scale))
+        fail<ValueError>(op, "softmax_scale must be finite in float32; got ", scale);
     if (!(args.softcap >= 0.0) || !std::isfinite(args.softcap)) {
         fail<ValueError>(op, "softcap must be 0 (none) or positive; got ", args.softcap);
     }
-    p.softmax_scale = static_cast<float>(scale);
     p.softcap = static_cast<float>(args.softcap);
     p.window_left = check_window(op, "window_left", args.window_left);
     const int32_t window_right = check_window(op, "window_right", args.window_right);

@@ -52,9 +52,9 @@ LinearPlan linear_plan(int64_t num_rows, int64_t w_rows, int64_t depth, DType dt
     constexpr const char* op = "linear_plan";
     const Device meta{DeviceType::meta, 0};
     const Checker check(op, meta);
-    check.length("M", num_rows);
-    check.length("N", w_rows);
-    check.length("K", depth);
+    check.length("the number of rows of x, M,", num_rows);
+    check.length("the number of rows of w, N,", w_rows);
+    check.length("the depth, K,", depth);
     const cuda::Gpu* const gpu = find_device(op, device.empty() ? "cuda:0" : device);
     if (!gpu) fail<ValueError>(op, "device must be a GPU; on the CPU one kernel computes all products");
     LinearArgs args;

@@ -178,6 +178,14 @@ def test_find_package_from_the_installed_package(tmp_path, cmake):
 NVCC_12_6 = "#!/bin/sh\necho Cuda compilation tools, V12.6.85\n"
 
 
+def test_plain_cmake_lists_the_instruction_sets(cmake):
+    result = cmake(ROOT, "-DOCTAVO_CUDA=OFF", "-DOCTAVO_CPU_ISA=sse9")
+    message = (
+        "OCTAVO_CPU_ISA (sse9) must be one of baseline, avx2, avx512, avx512_bf16, or empty for all of them"
+    )
+    assert result.returncode != 0 and message in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("mode", "status", "message"),
     [

@@ -309,7 +309,8 @@ class TestJax:
 
     def test_tracers(self) -> None:
         call = dense()
-        with pytest.raises(TypeError, match=r"^attention: q .*Tracer"):
+        message = "attention: q is traced by JAX, .*; use the functions of octavo.jax, .*; got jax.*Tracer\\b"
+        with pytest.raises(TypeError, match=f"^{message}"):
             self.jax.jit(lambda q: octavo.attention(q, call["k"], call["v"]))(call["q"])
 
     def test_deleted(self) -> None:

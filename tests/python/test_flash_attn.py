@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -314,6 +315,13 @@ def test_refusals(options: tuple[dict[str, Any], str]) -> None:
     packed = [x.flatten(0, 1) for x in arrays]
     with pytest.raises(ValueError, match=f"flash_attn_varlen_func: {message}"):
         flash_attn_varlen_func(*packed, CU_SEQLENS, CU_SEQLENS, 14, 14, **arguments)
+
+
+@pytest.mark.parametrize("window_size", [(None, None), (3, None), (1.5, 0)])
+def test_windows_of_no_ints_are_refused(window_size: Any) -> None:
+    message = "flash_attn_func: window_size must be two ints (left, right), -1 for all keys; got "
+    with pytest.raises(TypeError, match=f"^{re.escape(message + repr(window_size))}$"):
+        flash_attn_func(*small(), window_size=window_size)
 
 
 @pytest.mark.parametrize("options", PAGED_REFUSALS.values(), ids=PAGED_REFUSALS)

@@ -271,7 +271,7 @@ def test_wrong_shapes_and_numbers_are_found_by_the_trace():
         (
             lambda: attention(q, k, v, softmax_scale=np.nan),
             ValueError,
-            "softmax_scale must be finite; got nan",
+            "softmax_scale must be finite in float32; got nan",
         ),
         (lambda: attention(q, k, v, window_left=1 << 70), ValueError, "window_left must fit in 64 bits"),
         (lambda: attention(q, k.astype("float16"), v), TypeError, "k must be float32 like q; got float16"),

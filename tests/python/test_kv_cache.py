@@ -417,6 +417,11 @@ def test_more_rows_than_the_step_has_are_refused(on_cpu: ArrayLibrary) -> None:
     with pytest.raises(ValueError, match=r"^attend: q must have the 5 rows of the step at most; got 6$"):
         step.attend(0, *random_tokens(on_cpu, 6))
     step.attend(0, *random_tokens(on_cpu, 5))
+    q, k, v = random_tokens(on_cpu, 5)
+    for name, arrays in {"q": (q[:4], k, v), "k": (q, k[:4], v), "v": (q, k, v[:4])}.items():
+        message = f"^attend: {name} must have a row for each of the 5 new tokens; got 4$"
+        with pytest.raises(ValueError, match=message):
+            step.attend(0, *arrays)
     step = cache.step(seqs, [3, 2], pad_tokens=8)
     assert step.attend(0, *random_tokens(on_cpu, 8)).shape[0] == 8
     with pytest.raises(ValueError, match=r"^attend: q must have the 8 rows of the step at most; got 9$"):

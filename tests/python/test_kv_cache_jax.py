@@ -256,3 +256,6 @@ def test_what_attend_refuses() -> None:
     step = cache.step([cache.create()], 3)
     with pytest.raises(ValueError, match=r"^attend: q must have the 3 rows of the step at most; got 4$"):
         step.attend(cache.pages, 0, *random_tokens(4))
+    q, k, v = random_tokens(3)
+    with pytest.raises(ValueError, match=r"^attend: k must have a row for each of the 3 new tokens; got 2$"):
+        step.attend(cache.pages, 0, q, k[:2], v)

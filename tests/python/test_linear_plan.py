@@ -107,16 +107,16 @@ def test_what_linear_plan_says_is_what_explain_says() -> None:
     ("arguments", "error", "message"),
     [
         ((1.5, 8, 8, "float16", "h100"), TypeError, "linear_plan: M must be an int; got float"),
-        ((1, -1, 8, "float16", "h100"), ValueError, r"^linear_plan: N must lie in \[0, 1073741824\]; got -1"),
+        ((1, -1, 8, "float16", "h100"), ValueError, r"of w, N, must lie in \[0, 1073741824\]; got -1$"),
         (
             (2**60, 8, 8, "float16", "h100"),
             ValueError,
-            r"^linear_plan: M must lie in \[0, 1073741824\]; got 1152921504606846976",
+            r"^linear_plan: the number of rows of x, M, must lie in \[0, 1073741824\]; got 11529215046",
         ),
         (
             (1, 8, 2**30 + 1, "float16", "h100"),
             ValueError,
-            r"^linear_plan: K must lie in \[0, 1073741824\]; got 1073741825",
+            r"^linear_plan: the depth, K, must lie in \[0, 1073741824\]; got 1073741825",
         ),
         ((1, 8, 8, "float17", "h100"), ValueError, "dtype must be float32, float16 or bfloat16; got float17"),
         ((1, 8, 8, 16, "h100"), ValueError, "linear_plan: dtype"),
