@@ -75,7 +75,7 @@ struct TensorView {
     DType dtype = DType::float32;
     Device device;
     int32_t ndim = 0;
-    bool read_only = false;
+    bool read_only = false;  // operators refuse to write to it
     std::array<int64_t, kMaxDims> shape{};
     std::array<int64_t, kMaxDims> strides{};
 
