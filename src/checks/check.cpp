@@ -266,9 +266,14 @@ int64_t count_pages(const char* op, const IndexArray& seq_lens, int64_t b, int64
 void check_page(const char* op, const IndexArray& page_table, int64_t page_table_stride, int64_t b, int64_t i,
                 int64_t num_pages) {
     const int64_t page = page_table.whole(b * page_table_stride + i);
-    if (page >= 0 && page < num_pages) return;
-    fail<ValueError>(op, "page_table[", b, ", ", i, "] must lie in [0, num_pages = ", num_pages, "); got ",
-                     page);
+    if (page < 0 || page >= num_pages) {
+        fail<ValueError>(op, "page_table[", b, ", ", i, "] must lie in [0, num_pages = ", num_pages,
+                         "); got ", page);
+    }
+    if (page > INT32_MAX) {
+        fail<ValueError>(op, "page_table[", b, ", ", i,
+                         "] must be below 2^31, as pages are numbered in int32; got ", page);
+    }
 }
 
 }  // namespace

@@ -94,6 +94,10 @@ void check_copies_in_host(const CopyPagesParams& p, int64_t num_from, int64_t nu
             fail<ValueError>(op, "copies[", i, ", ", column, "] must lie in [0, num_pages = ", num_pages,
                              "); got ", page);
         }
+        if (page > INT32_MAX) {
+            fail<ValueError>(op, "copies[", i, ", ", column,
+                             "] must be below 2^31, as pages are numbered in int32; got ", page);
+        }
         return page;
     };
     for (int64_t i = 0; i < p.num_copies; ++i) {

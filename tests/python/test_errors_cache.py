@@ -260,6 +260,13 @@ CASES = [
         "copies[2, 1] (4) is also copied to by another row; copies are made in no particular order",
         copies=i32([[0, 4], [0, 3], [1, 4]]),
     ),
+    case(
+        *B,
+        ValueError,
+        "copies[0, 0] must be below 2^31, as pages are numbered in int32; got 2147483648",
+        **dict.fromkeys(("k_pages", "v_pages"), np.broadcast_to(f32(4, 2, 8), (2**31 + 1, 4, 2, 8))),
+        copies=np.array([[2**31, 4]]),
+    ),
     # check_page_table
     case(*T, ValueError, "page_table must have shape [batch, max_pages]; got [2]", page_table=i32([1, 2])),
     case(*T, ValueError, "batch of seq_lens (3) must equal that of page_table (2)", seq_lens=i32([1, 1, 1])),
@@ -267,6 +274,13 @@ CASES = [
     case(*T, ValueError, f"page_size {LENGTHS}; got {2**62}", page_size=2**62),
     case(*T, ValueError, "num_pages (-1) must be at least 0", num_pages=-1),
     case(*T, ValueError, "page_table[0, 0] must lie in [0, num_pages = 2); got 2", num_pages=2),
+    case(
+        *T,
+        ValueError,
+        "page_table[1, 0] must be below 2^31, as pages are numbered in int32; got 4294967296",
+        page_table=np.array([[2**31 - 1, 1], [2**32, -1]]),
+        num_pages=2**40,
+    ),
     case(*T, ValueError, "seq_lens[0] must lie in [0, max_pages * page_size = 4]; got 5", page_size=2),
 ]
 

@@ -337,6 +337,13 @@ CASES = [
             "num_splits": 2,
         }.items()
     ),
+    case(
+        *P,
+        ValueError,
+        "page_table[0, 0] must be below 2^31, as pages are numbered in int32; got 2147483648",
+        **dict.fromkeys(("k_pages", "v_pages"), np.broadcast_to(f32(4, 2, 8), (2**31 + 1, 4, 2, 8))),
+        page_table=np.array([[2**31, 1], [0, -1]]),
+    ),
     case(*P, ValueError, "window_left must be -1 (unbounded) or at least 0; got -3", window_left=-3),
     case(*P, ValueError, "out must be writable; it is read-only", out=read_only(f32(2, 4, 8))),
     *(
