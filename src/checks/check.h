@@ -23,7 +23,7 @@ constexpr const char* kDtypesInBytes = "float8_e4m3fn, float8_e5m2 or int4";
 
 constexpr const char* kPages = "[num_pages, page_size, num_kv_heads, head_dim]";
 
-// An argument that is only read, by its name; null where the call has none.
+// An argument by its name; null where the call has none.
 struct NamedInput {
     NamedInput(const char* input_name, const TensorView& array) : name(input_name), view(&array) {}
     NamedInput(const char* input_name, const std::optional<TensorView>& array)

@@ -52,6 +52,27 @@ CacheScales check_copied_scales(const Checker& check, const char* name, const Te
     return words;
 }
 
+// Checks that what append_kv only reads, rotary's arrays aside, lies apart from what it writes.
+void check_apart_from_written(const Checker& check, const AppendKvArgs& args) {
+    const NamedInput inputs[] = {{"page_table", args.page_table},
+                                 {"seq_lens", args.seq_lens},
+                                 {"cu_seqlens", args.cu_seqlens},
+                                 {"slot_mapping", args.slot_mapping},
+                                 {"k_scale", args.k_scale_array},
+                                 {"v_scale", args.v_scale_array},
+                                 {"k_channel_offset", args.k_channel_offset},
+                                 {"k_channel_scale", args.k_channel_scale}};
+    for (const NamedInput& input : inputs) {
+        if (!input.view) continue;
+        check.apart(input.name, *input.view,
+                    {{"k_pages", args.k_pages},
+                     {"v_pages", args.v_pages},
+                     {"k_scales", args.k_scales},
+                     {"v_scales", args.v_scales},
+                     {"q_out", args.q_out}});
+    }
+}
+
 // Checks that the scales that append_kv writes share no memory with other arrays; they may lie between codes.
 void check_written_scales(const Checker& check, const AppendKvArgs& args) {
     auto check_one = [&](const char* name, const std::optional<TensorView>& scales) {
@@ -59,8 +80,6 @@ void check_written_scales(const Checker& check, const AppendKvArgs& args) {
         check.writable(name, *scales);
         check.apart("k", args.k, name, *scales);
         check.apart("v", args.v, name, *scales);
-        if (args.k_scale_array) check.apart("k_scale", *args.k_scale_array, name, *scales);
-        if (args.v_scale_array) check.apart("v_scale", *args.v_scale_array, name, *scales);
         check.no_shared_elements(name, *scales, "k_pages", args.k_pages);
         check.no_shared_elements(name, *scales, "v_pages", args.v_pages);
     };
@@ -148,8 +167,6 @@ void check_slot_mapping(const Checker& check, const AppendKvArgs& args, AppendKv
     const TensorView& slots = *args.slot_mapping;
     check.index("slot_mapping", slots, 1, "[total]");
     check.equal("total", "slot_mapping", slots.shape[0], "k", args.k.shape[0]);
-    check.apart("slot_mapping", slots, "k_pages", args.k_pages);
-    check.apart("slot_mapping", slots, "v_pages", args.v_pages);
     p.slot_mapping = slots.data;
     p.has_wide_slots = slots.dtype == DType::int64;
 }
@@ -242,16 +259,10 @@ AppendKvParams check_append_kv(const AppendKvArgs& args) {
     check_written_scales(check, args);
     p.key_transform = check_key_transform(check, KeyTransformArguments::of(args), stored.k, args.k.shape[1],
                                           args.k.shape[2]);
-    for (const auto& [name, array] : KeyTransformArguments::of(args).arrays()) {
-        if (!*array) continue;
-        check.apart(name, **array, "k_pages", args.k_pages);
-        check.apart(name, **array, "v_pages", args.v_pages);
-        if (args.k_scales) check.apart(name, **array, "k_scales", *args.k_scales);
-        if (args.v_scales) check.apart(name, **array, "v_scales", *args.v_scales);
-    }
     check_rotary(check, args, p);
     p.total = args.k.shape[0];
     args.slot_mapping ? check_slot_mapping(check, args, p) : check_tables(check, args, p);
+    check_apart_from_written(check, args);
     check.length("total", p.total);
 
     p.k = args.k.data;
@@ -382,6 +393,11 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     };
     set_scales(check_from, from, from_scales, is_within, p.from_k_scales, p.from_v_scales);
     set_scales(check_to, to, to_scales, true, p.to_k_scales, p.to_v_scales);
+    check_from.apart("copies", args.copies,
+                     {{to.k_name, to.k_pages},
+                      {to.v_name, to.v_pages},
+                      {to_scales.k_name, to_scales.k},
+                      {to_scales.v_name, to_scales.v}});
     if (!is_within) {
         auto check_apart = [&](const char* name, const std::optional<TensorView>& array, const char* to_name,
                                const std::optional<TensorView>& to_array) {
