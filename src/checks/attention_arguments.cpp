@@ -55,7 +55,8 @@ void set_dropout(AttentionParams& p, const Args& args) {
         fail<ValueError>(p.op, "dropout_p (", args.dropout_p, ") needs a dropout_seed; got none");
     p.dropout = Dropout::make(args.dropout_p, static_cast<uint64_t>(*args.dropout_seed),
                               static_cast<uint64_t>(args.dropout_offset));
-    p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
+    // A probability that rounds to 0 drops no weight, and so multiplies none either: gradients do neither.
+    if (p.dropout.any()) p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
 }
 
 void check_head_dim(const char* op, const char* name, int64_t head_dim) {

@@ -115,6 +115,22 @@ def test_none_is_none_bit_for_bit(target: Target, case: Case) -> None:
 
 @every_target
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in {"prefill_gqa_4", "everything"}], ids=str)
+def test_what_drops_nothing_multiplies_nothing(target: Target, case: Case) -> None:
+    """Below 2**-17 the probability rounds to 0, in the forward pass and in the backward pass."""
+    inputs = problems.make_inputs(case, target.dtype)
+    gradients = problems.make_output_gradients(case, target.dtype)
+    results = []
+    for p in (0.0, 0.999 * 2.0**-17):
+        dropout = arguments(Dropout(p, 3))
+        forward = calls.attention(target, case, inputs, **dropout)
+        backward = calls.attention_backward(target, case, inputs, gradients, deterministic=True, **dropout)
+        results.append((*forward, *backward))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@every_target
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in {"prefill_gqa_4", "everything"}], ids=str)
 def test_lse_is_that_without(target: Target, case: Case) -> None:
     inputs = problems.make_inputs(case, target.dtype)
     reference = problems.make_reference(case, inputs, target.dtype)
