@@ -62,11 +62,11 @@ struct AttentionArgs {
     int64_t attention_chunk = 0;
     double softcap = 0.0;  // 0: none; else softcap * tanh(score / softcap)
     // Dropout: each softmax weight becomes 0 with probability dropout_p (kept to within 2^-17), else it is
-    // multiplied by 1 / (1 - dropout_p); the LSE stays as it was. The mask depends on seed, offset, and the
-    // weight's sequence, head, query and key alone, not on layout or device. Head h of sequence b draws the
-    // mask number offset + b * num_q_heads + h of this seed: advance the offset by batch * num_q_heads from
-    // call to call. Neither may be negative.
-    double dropout_p = 0.0;               // 0 <= dropout_p < 1
+    // multiplied by 1 / (1 - dropout_p); the LSE stays as it was. Below 2^-17 nothing is dropped, and nothing
+    // multiplied. The mask depends on seed, offset, and the weight's sequence, head, query and key alone, not
+    // on layout or device. Head h of sequence b draws the mask number offset + b * num_q_heads + h of this
+    // seed: advance the offset by batch * num_q_heads from call to call. Neither may be negative.
+    double dropout_p = 0.0;               // 0 <= dropout_p < 1 - 2^-17
     std::optional<int64_t> dropout_seed;  // needed if dropout_p > 0
     int64_t dropout_offset = 0;
     // Attention sinks (Xiao et al. 2023, arXiv:2309.17453), learned as in gpt-oss (OpenAI 2025,

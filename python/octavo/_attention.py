@@ -110,9 +110,9 @@ def attention(
             arXiv:2108.12409). Default: none.
         prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see,
             whatever the masks say (prefix-LM). Default: none.
-        dropout_p: in [0, 1). Each softmax weight is dropped with this probability (kept to within 2**-17) and
-            multiplied by ``1 / (1 - dropout_p)`` otherwise; the log-sum-exp is that without dropout.
-            Default: 0.0, no dropout.
+        dropout_p: in [0, 1 - 2**-17). Each softmax weight is dropped with this probability (kept to within
+            2**-17) and multiplied by ``1 / (1 - dropout_p)`` otherwise; the log-sum-exp is that without
+            dropout. Below 2**-17 nothing is dropped, and nothing multiplied. Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1; with dropout_offset it says which weights are dropped: the same
             ones on every device, whether the arrays are dense or packed (Philox 4x32-7, Salmon et al. 2011).
             Default: none; needed if dropout_p > 0.

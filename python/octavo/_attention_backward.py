@@ -150,7 +150,7 @@ def attention_backward(
         alibi_slopes: float32 [num_q_heads] or [batch, num_q_heads]. Default: none.
         prefix_lens: int32 or int64 [batch]: the number of first keys that all queries of the sequence see.
             Default: none.
-        dropout_p: in [0, 1). Default: 0.0, no dropout.
+        dropout_p: in [0, 1 - 2**-17). Default: 0.0, no dropout.
         dropout_seed: from 0 to 2**63 - 1. Default: none; needed if dropout_p > 0.
         dropout_offset: from 0 to 2**63 - 1. Default: 0.
         deterministic: the same bits at every call. On the CPU they always are, whatever the number of

@@ -75,8 +75,8 @@ def flash_attn_func(
             to 512; one that is no multiple of 8 is padded, which copies the arrays.
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]. num_kv_heads divides num_heads.
         v: like k; its head_dim, and so that of the result, may be another.
-        dropout_p: the probability in [0, 1) with which a softmax weight is dropped. The call draws a seed
-            from torch's generator of the CPU, which breaks a graph of torch.compile unless
+        dropout_p: the probability in [0, 1 - 2**-17) with which a softmax weight is dropped. The call draws
+            a seed from torch's generator of the CPU, which breaks a graph of torch.compile unless
             ``torch._dynamo.config.capture_scalar_outputs`` is on. Default: 0.0.
         softmax_scale: multiplies the scores. Default: ``1 / sqrt(head_dim)``.
         causal: whether a query sees no key past its own position; query i sits at

@@ -43,8 +43,8 @@ const char* swapped_axes_hint(const TensorView& q, const TensorView& k) {
 // Checks and sets dropout's arguments; out_scale must have been set.
 template <class Args>
 void set_dropout(AttentionParams& p, const Args& args) {
-    if (!(args.dropout_p >= 0.0 && args.dropout_p < 1.0)) {
-        fail<ValueError>(p.op, "dropout_p must lie in [0, 1); got ", args.dropout_p);
+    if (!(args.dropout_p >= 0.0 && args.dropout_p < Dropout::kLimit)) {
+        fail<ValueError>(p.op, "dropout_p must lie in [0, 1 - 2^-17); got ", args.dropout_p);
     }
     if (args.dropout_seed && *args.dropout_seed < 0)
         fail<ValueError>(p.op, "dropout_seed must be at least 0; got ", *args.dropout_seed);

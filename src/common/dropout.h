@@ -56,10 +56,11 @@ struct Dropout {
     uint64_t offset;     // each head of each sequence takes one number from here on
     uint32_t threshold;  // p * 2^16, rounded; 0: nothing is dropped
 
-    // Requires 0 <= p < 1.
+    static constexpr double kLimit = 1.0 - 0.5 / 65536.0;  // of p: from here on, it rounds to 1
+
+    // Requires 0 <= p < kLimit.
     static Dropout make(double p, uint64_t seed, uint64_t offset) {
-        const auto threshold = static_cast<uint32_t>(p * 65536.0 + 0.5);
-        return {seed, offset, threshold < 0xffff ? threshold : 0xffff};
+        return {seed, offset, static_cast<uint32_t>(p * 65536.0 + 0.5)};
     }
 
     OCTAVO_HD bool any() const { return threshold != 0; }

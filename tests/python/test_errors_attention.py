@@ -246,8 +246,21 @@ CASES = [
     case(*A, ValueError, "softcap must be 0 (none) or positive; got -1", softcap=-1.0),
     case(*A, ValueError, "softcap must be 0 (none) or positive; got nan", softcap=float("nan")),
     *(
-        case(*A, ValueError, f"dropout_p must lie in [0, 1); got {p}", dropout_p=float(p), dropout_seed=1)
+        case(
+            *A,
+            ValueError,
+            f"dropout_p must lie in [0, 1 - 2^-17); got {p}",
+            dropout_p=float(p),
+            dropout_seed=1,
+        )
         for p in ("1", "-0.1", "nan")
+    ),
+    case(
+        *A,
+        ValueError,
+        "dropout_p must lie in [0, 1 - 2^-17); got 0.999992",
+        dropout_p=1 - 2.0**-17,
+        dropout_seed=1,
     ),
     case(*A, ValueError, "dropout_p (0.5) needs a dropout_seed; got none", dropout_p=0.5),
     case(*A, ValueError, "dropout_seed must be at least 0; got -1", dropout_seed=-1),

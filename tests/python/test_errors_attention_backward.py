@@ -115,7 +115,7 @@ CASES = [
         "softmax_scale (inf) and softcap (0) must neither overflow nor vanish in float32",
         softmax_scale=1e300,
     ),
-    case(*D, ValueError, "dropout_p must lie in [0, 1); got 1", dropout_p=1.0, dropout_seed=1),
+    case(*D, ValueError, "dropout_p must lie in [0, 1 - 2^-17); got 1", dropout_p=1.0, dropout_seed=1),
     case(*D, ValueError, "dropout_p (0.5) needs a dropout_seed; got none", dropout_p=0.5),
     case(*D, TypeError, "deterministic must be a bool; got int", deterministic=1),
     case(*D, TypeError, "return_dalibi must be a bool; got NoneType", return_dalibi=None),

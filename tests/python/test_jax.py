@@ -283,7 +283,7 @@ def test_wrong_shapes_and_numbers_are_found_by_the_trace():
         (
             lambda: attention(q, k, v, dropout_p=1.0, dropout_seed=1),
             ValueError,
-            r"dropout_p must lie in \[0, 1\); got 1",
+            r"dropout_p must lie in \[0, 1 - 2\^-17\); got 1",
         ),
         (lambda: attention(q, k, v, dropout_p=0.1), ValueError, r"dropout_p \(0.1\) needs a dropout_seed"),
         (lambda: attention(q, k, v, causal=1), TypeError, "causal must be a bool; got int"),
