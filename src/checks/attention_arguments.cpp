@@ -81,7 +81,8 @@ void check_like_out(const Checker& check, const AttentionParams& p, const char* 
     if (p.head_dim_v == p.head_dim) return check.same_shape(name, t, "q", q);
     TensorView like = q;
     like.shape[q.ndim - 1] = p.head_dim_v;
-    check.same_shape(name, t, p.paged() ? "q with the head_dim of v_pages" : "q with the head_dim of v",
+    const bool has_pages = p.page_size > 0;  // unlike paged(), also where the table is empty
+    check.same_shape(name, t, has_pages ? "q with the head_dim of v_pages" : "q with the head_dim of v",
                      like);
 }
 

@@ -62,6 +62,15 @@ CASES = [
         v_pages=f32(3, 4, 2, 16),
         out=f32(2, 4, 8),
     ),
+    case(
+        *P,
+        ValueError,
+        "out must have the shape of q with the head_dim of v_pages [2, 4, 16]; got [2, 4, 8]",
+        v_pages=f32(3, 4, 2, 16),
+        page_table=np.zeros((2, 0), np.int32),
+        seq_lens=i32([0, 0]),
+        out=f32(2, 4, 8),
+    ),
     case(*P, ValueError, "num_q_heads (3) must be a multiple of num_kv_heads (2)", q=f32(2, 3, 8)),
     case(
         *P,
