@@ -76,8 +76,9 @@ struct PagedAttentionArgs {
     bool batch_invariant = false;
     // The number of leading tokens that all sequences share, whole pages: those that the first row of
     // page_table names, which are then read once for all. A promise: the result is that of any other call.
-    // Every query lies behind them, but a sequence may have length 0: padding. Not with window_left,
-    // attention_chunk, bidirectional_ranges, alibi_slopes or batch_invariant.
+    // Every query lies behind them, but a sequence may have length 0: padding, whose row names them, too, if
+    // it is the first. Not with window_left, attention_chunk, bidirectional_ranges, alibi_slopes or
+    // batch_invariant.
     int64_t shared_prefix_len = 0;
     std::optional<TensorView> sinks;              // float32 [num_q_heads]; see AttentionArgs
     std::optional<double> softmax_phi;            // the unified maximum: see AttentionArgs

@@ -138,9 +138,10 @@ def paged_attention(
             Their pages are those that the first row of page_table names, and are read once for all sequences
             (cascade inference: Hydragen, arXiv:2402.05099; FlashInfer, arXiv:2501.01005). The result is that
             of any other call, with one rounding more. Where that would not be faster, a GPU reads them for
-            each sequence. Every query must lie behind them; a sequence of length 0 is padding. On the CPU
-            lengths and pages are checked, on a GPU they are not. Not with window_left, attention_chunk,
-            bidirectional_ranges, alibi_slopes or batch_invariant. Default: 0.
+            each sequence. Every query must lie behind them; a sequence of length 0 is padding, whose row must
+            name them, too, if it is the first. On the CPU lengths and pages are checked, on a GPU they are
+            not. Not with window_left, attention_chunk, bidirectional_ranges, alibi_slopes or batch_invariant.
+            Default: 0.
         k_scales: the scales of each token and KV head, as ``append_kv`` wrote them, instead of k_scale:
             float32 [num_pages, page_size, num_kv_heads], any strides; for int4, which needs them, float16
             [num_pages, page_size, num_kv_heads, 2], (scale, minimum), with a unit last stride and aligned to
