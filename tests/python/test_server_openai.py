@@ -33,6 +33,17 @@ def test_chat(client):
     assert answer.usage.prompt_tokens == len("user: What?\n")
 
 
+def test_an_answer_is_part_of_the_next_request(client):
+    """As in OpenAI's documentation; the client sends all fields of the answer's message along."""
+    options = {"model": NAME, "temperature": 0, "max_tokens": 24}
+    answer = client.chat.completions.create(messages=MESSAGES, **options).choices[0].message
+    messages = [*MESSAGES, answer, {"role": "user", "content": "And?"}]
+    said = client.chat.completions.create(messages=messages, **options).choices[0].message.content
+    assert said == greedy(f"user: What?\nassistant: {TEXT}\nuser: And?\n", 24)[0]
+    messages[1] = answer.model_dump()
+    assert client.chat.completions.create(messages=messages, **options).choices[0].message.content == said
+
+
 def test_chat_stream(client):
     with client.chat.completions.create(
         model=NAME,

@@ -158,6 +158,11 @@ def test_unknown_fields_are_refused_by_name(parse, name):
         ({"role": "tool", "content": "a"}, "messages[0].role"),
         ({"role": ["user"], "content": "a"}, "messages[0].role"),
         ({"role": "user", "content": "a", "name": "b"}, "messages[0].name"),
+        ({"role": "user", "content": "a", "cache_control": None}, "messages[0].cache_control"),
+        ({"role": "assistant", "content": "a", "refusal": "No"}, "messages[0].refusal"),
+        ({"role": "assistant", "content": "a", "refusal": []}, "messages[0].refusal"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "b"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": None}, "messages[0].content"),
         ({"role": "user", "content": 3}, "messages[0].content"),
         ({"role": "user", "content": "\udfff"}, "messages[0].content"),
         ({"role": "user", "content": ["a"]}, "messages[0].content[0]"),
@@ -168,6 +173,13 @@ def test_unknown_fields_are_refused_by_name(parse, name):
 )
 def test_wrong_messages(message, param):
     assert refused(chat, messages=[message]).param == param
+
+
+def test_what_changes_nothing_in_a_message():
+    nulls = dict.fromkeys(("refusal", "name", "tool_calls", "function_call", "audio", "annotations"))
+    for more in (nulls, {"tool_calls": [], "annotations": []}):
+        message = {"role": "assistant", "content": "a"}
+        assert chat(messages=[{**message, **more}]).messages == (message,)
 
 
 def test_stream_options():

@@ -20,17 +20,24 @@ ROLES = ("system", "user", "assistant")
 
 # Fields that OpenAI has and this server lacks, where they have a value that changes nothing.
 _NEUTRAL: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}
-_NEUTRAL_OF = {
-    "completions": {**_NEUTRAL, "best_of": 1, "echo": False, "suffix": ""},
-    "chat completions": {
-        **_NEUTRAL,
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "store": False,
-        "tool_choice": "none",
-        "tools": [],
-        "top_logprobs": 0,
-    },
+_NEUTRAL_OF_COMPLETION = {**_NEUTRAL, "best_of": 1, "echo": False, "suffix": ""}
+_NEUTRAL_OF_CHAT = {
+    **_NEUTRAL,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "store": False,
+    "tool_choice": "none",
+    "tools": [],
+    "top_logprobs": 0,
+}
+# Those of a message: OpenAI's client sends an answer's along where it is part of a later request.
+_NEUTRAL_OF_MESSAGE: dict[str, Any] = {
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "name": None,
+    "refusal": None,
+    "tool_calls": [],
 }
 
 
@@ -84,7 +91,7 @@ def parse_completion(body: Mapping[str, Any], max_length: int | None = None) -> 
 
     max_length: of a prompt and an answer, in tokens. The tokens of longer prompts are not looked at.
     """
-    fields = _Fields("completions", body)
+    fields = _Fields("completions", body, neutral=_NEUTRAL_OF_COMPLETION)
     logprobs = fields.integer("logprobs", None, 0, 0, "the chosen token alone has one")
     options = _options(fields, "max_tokens", logprobs is not None, default_max_tokens=16)
     prompts = _prompts(fields, max_length)
@@ -94,7 +101,7 @@ def parse_completion(body: Mapping[str, Any], max_length: int | None = None) -> 
 
 def parse_chat(body: Mapping[str, Any]) -> ChatRequest:
     """Checks a request to /v1/chat/completions; ApiError (400) names the field that is wrong."""
-    fields = _Fields("chat completions", body)
+    fields = _Fields("chat completions", body, neutral=_NEUTRAL_OF_CHAT)
     name = "max_completion_tokens"
     if fields.has(name) and fields.has("max_tokens"):
         fields.refuse(name, f"{name} and max_tokens mean the same: give one of them")
@@ -174,7 +181,7 @@ def _prompts(fields: _Fields, max_length: int | None) -> tuple[str | tuple[int, 
 def _message(fields: _Fields, name: str, message: object) -> dict[str, str]:
     if not isinstance(message, dict):
         fields.refuse(name, f"{name} must be an object; got {_show(message)}")
-    inner = _Fields(fields.what, message, f"{name}.")
+    inner = _Fields(fields.what, message, f"{name}.", _NEUTRAL_OF_MESSAGE)
     role, content = inner.take("role"), inner.take("content")
     if role not in ROLES:
         fields.refuse(f"{name}.role", f"{name}.role must be one of {', '.join(ROLES)}; got {_show(role)}")
@@ -200,10 +207,13 @@ def _text_part(fields: _Fields, name: str, part: object) -> str:
 class _Fields:
     """The fields of an object, each to be taken once."""
 
-    def __init__(self, what: str, body: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(
+        self, what: str, body: Mapping[str, Any], prefix: str = "", neutral: Mapping[str, Any] | None = None
+    ) -> None:
         self.what = what
         self._body = body
         self._prefix = prefix
+        self._neutral = {} if neutral is None else neutral
         self._taken: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -218,7 +228,7 @@ class _Fields:
 
     def refuse_others(self) -> None:
         """Refuses what was not taken, unless it has the value that changes nothing."""
-        neutral = {} if self._prefix else _NEUTRAL_OF[self.what]
+        neutral = self._neutral
         for name in self._body:
             if name in self._taken or (self._body[name] is None and name in neutral):
                 continue
