@@ -301,6 +301,24 @@ def test_what_could_never_run(served, fields, code, param):
     assert cache.allocator.stats()["num_sequences"] == 0
 
 
+LONG = [{"role": "user", "content": "x" * 990}]  # 997 tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 1024}]}, "messages"),
+        ({"messages": LONG, "max_tokens": 28}, "max_tokens"),
+        ({"messages": LONG, "max_tokens": None, "max_completion_tokens": 28}, "max_completion_tokens"),
+    ],
+)
+def test_errors_of_a_chat_name_its_fields(client, fields, param):
+    response = client.post("/v1/chat/completions", json=fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 def test_one_bad_prompt_takes_the_others_with_it(served):
     client, cache, _ = served
     error = refused(client, 400, prompt=["fine", "x" * 2000])

@@ -98,7 +98,7 @@ class Api:
                 for prompt in asked.prompts
             ]
         form = CompletionFormat(self._model.name, asked.options.include_usage)
-        return await self._generate(request, asked.options, prompts, form, continues=True)
+        return await self._generate(request, asked.options, prompts, form, "prompt", continues=True)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -109,7 +109,7 @@ class Api:
             self._check_size("messages", *(message["content"] for message in asked.messages))
             prompt = await _encode("messages", self._model.tokenizer.encode_messages, asked.messages)
         form = ChatFormat(self._model.name, asked.options.include_usage)
-        return await self._generate(request, asked.options, [prompt], form, continues=False)
+        return await self._generate(request, asked.options, [prompt], form, "messages", continues=False)
 
     async def _generate(
         self,
@@ -117,13 +117,14 @@ class Api:
         options: Options,
         prompts: Sequence[Sequence[int]],
         form: Format,
+        prompt_field: str,
         *,
         continues: bool,
     ) -> Response:
         job = Job(
             prompts=prompts,
             num_samples=options.n,
-            max_tokens=[self._max_tokens(prompt, options.max_tokens) for prompt in prompts],
+            max_tokens=[self._max_tokens(prompt, options, prompt_field) for prompt in prompts],
             sampling=Sampling(
                 temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
             ),
@@ -154,25 +155,24 @@ class Api:
                 yield event(form.usage_chunk(_usage(stream.job, num_tokens)))
         yield event(DONE)
 
-    def _max_tokens(self, prompt: Sequence[int], asked: int | None) -> int:
-        """What was asked for, or all that the model has room for."""
+    def _max_tokens(self, prompt: Sequence[int], options: Options, field: str) -> int:
+        """What was asked for, or all that the model has room for; `field` is that of the prompt."""
+        asked = options.max_tokens
         if not prompt:
-            raise ApiError(
-                400, "the prompt must have at least one token", param="prompt", code="invalid_value"
-            )
+            raise ApiError(400, f"{field} must have at least one token", param=field, code="invalid_value")
         if len(prompt) + (asked or 1) > self._engine.max_length:
             answer = f"{asked} for the answer" if asked else "one for the answer"
             raise too_long(
                 self._engine.max_length,
                 f"the request has {len(prompt)}, and asks for {answer}",
-                "prompt" if len(prompt) >= self._engine.max_length else "max_tokens",
+                field if len(prompt) >= self._engine.max_length else options.max_tokens_field,
             )
         for token in prompt:
             if not 0 <= token < self._model.vocab_size:
                 raise ApiError(
                     400,
-                    f"prompt must hold tokens from 0 to {self._model.vocab_size - 1}; got {token}",
-                    param="prompt",
+                    f"{field} must hold tokens from 0 to {self._model.vocab_size - 1}; got {token}",
+                    param=field,
                     code="invalid_value",
                 )
         return asked or self._engine.max_length - len(prompt)

@@ -48,6 +48,7 @@ class Options:
     model: str | None
     n: int
     max_tokens: int | None
+    max_tokens_field: str  # in which it is
     temperature: float
     top_p: float
     top_k: int
@@ -125,6 +126,7 @@ def _options(fields: _Fields, max_tokens: str, logprobs: bool, default_max_token
         model=fields.text("model"),
         n=n,
         max_tokens=fields.integer(max_tokens, default_max_tokens, 1, 2**31 - 1),
+        max_tokens_field=max_tokens,
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
         top_p=fields.number("top_p", 1.0, 0.0, 1.0, without_low=True),
         top_k=top_k,
