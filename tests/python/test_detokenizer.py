@@ -118,6 +118,21 @@ def test_bytes_of_any_kind(tokens, prompt):
         assert "".join(texts) == after[len(before) :]
 
 
+CHARACTERS = st.characters(min_codepoint=128, categories=["L", "So"], exclude_characters="\ufffd")
+
+
+@given(st.text(max_size=2), CHARACTERS, st.integers(1, 3), st.text(max_size=3))
+def test_prompts_that_end_within_a_character(before, character, cut, text):
+    data = (before + character + text).encode()
+    end = len(before.encode()) + min(cut, len(character.encode()) - 1)
+    prompt, tokens = [0, 2, *of_bytes(data[:end])], of_bytes(data[end:])
+    texts = pieces(Detokenizer(FALLBACK.decode, BYTES, prompt), [*tokens, 3])
+    assert "".join(texts) == character + text + " Paris"
+    assert pieces(Detokenizer(FALLBACK.decode, BYTES, prompt), [3]) == [" Paris", ""]  # it stays broken
+    texts = pieces(Detokenizer(BYTE_LEVEL.decode, prompt=list(data[:end])), data[end:])
+    assert "".join(texts) == character + text
+
+
 @pytest.mark.parametrize("tokens", [[0x80] * 3000, [0xF0, 0x9F] * 1500, [CONTROL, 0xE2, 0x82] * 1000])
 def test_broken_characters_alone_do_not_pile_up(tokens):
     num_decoded = 0

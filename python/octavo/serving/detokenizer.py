@@ -21,7 +21,8 @@ class Detokenizer:
         decode: the text of tokens; control tokens have none.
         byte_tokens: those that stand for one byte each, of byte fallback. Their decoder makes U+FFFD of
             every byte of a run that is not UTF-8 as a whole, so that a run has to wait for its end.
-        prompt: tokens that the text continues. Of the last of these nothing is returned.
+        prompt: tokens that the text continues, of which nothing is returned. A character within which they
+            end is returned with its last token.
     """
 
     def __init__(
@@ -38,6 +39,12 @@ class Detokenizer:
         self._tokens = list(prompt[start:])
         self._num_read = len(self._tokens)  # tokens whose text was returned
         self._text = decode(self._tokens) if self._tokens else ""  # theirs
+        # Where a prompt ends within a character, those without some of its last bytes: as a run of bytes is
+        # decoded as a whole, all of its characters may have become U+FFFD.
+        self._shorter: list[str] = []
+        if self._text.endswith(UNFINISHED):
+            ends = range(max(0, self._num_read - _MOST_BROKEN), self._num_read)
+            self._shorter = [decode(self._tokens[:end]) for end in ends]
 
     def feed(self, token: int) -> str:
         """The text that this token completes; "" while a character still lacks bytes."""
@@ -46,7 +53,7 @@ class Detokenizer:
         if token in self._byte_tokens or not self._decode([token]):
             return ""
         text = self._decode(self._tokens)
-        if len(text) <= len(self._text):
+        if not self._added(text):
             return ""
         if text.endswith(UNFINISHED):
             is_long = len(self._tokens) - self._num_read >= _MOST_UNREAD
@@ -61,11 +68,19 @@ class Detokenizer:
 
     def _read(self, text: str, num_tokens: int | None = None) -> str:
         """What these tokens (default: all) add to what was returned; `text` is that of all of these."""
-        new = text[len(self._text) :]
+        new = self._added(text)
         end = len(self._tokens) if num_tokens is None else num_tokens
         self._tokens, self._num_read = self._tokens[self._num_read :], end - self._num_read
         self._text = self._decode(self._tokens[: self._num_read])
+        self._shorter = []
         return new
+
+    def _added(self, text: str) -> str:
+        """What a text adds to the one that was returned."""
+        if not self._text.endswith(UNFINISHED):
+            return text[len(self._text) :]
+        texts = (self._text, *self._shorter)
+        return text[max(_num_common(text, returned) for returned in texts) :]
 
     def _read_part(self, text: str) -> str:
         """What is sure of a text that ends in broken characters, if all of it does: the last bytes wait.
@@ -85,6 +100,12 @@ class Detokenizer:
             if len(rest) >= _MOST_BROKEN and head + rest == text and kept_head + rest == kept_text:
                 return self._read(head, end)
         return ""
+
+
+def _num_common(a: str, b: str) -> int:
+    """With how many characters both begin."""
+    places = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(places, min(len(a), len(b)))
 
 
 def byte_tokens(token_to_id: Callable[[str], int | None]) -> frozenset[int]:
