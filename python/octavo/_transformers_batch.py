@@ -267,19 +267,22 @@ def _check_generation(model: Any) -> None:
         )
 
 
-def _check_sizes(call: str, sizes: dict[str, Any]) -> None:
+def _check_sizes(call: str, sizes: dict[str, Any], token_budget: int | None) -> None:
     for name in sizes:
         if name not in _SIZES:
             raise TypeError(
                 f"octavo.transformers: {call} has no argument {name}; sizes are {', '.join(_SIZES)}, and how "
                 "tokens are drawn says a Sampling"
             )
+    # Those with which defaults of the others are computed; the cache checks the rest.
+    numbers = {name: sizes[name] for name in ("page_size", "max_batch", "max_tokens") if name in sizes}
+    _check_numbers(call, **numbers, **({} if token_budget is None else {"token_budget": token_budget}))
 
 
-def _check_numbers(**numbers: int) -> None:
+def _check_numbers(call: str, **numbers: int) -> None:
     for name, number in numbers.items():
-        if int_argument("generate_batch", name, number) < 1:
-            raise ValueError(f"generate_batch: {name} ({number}) must be at least 1")
+        if int_argument(call, name, number) < 1:
+            raise ValueError(f"{call}: {name} ({number}) must be at least 1")
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -324,7 +327,7 @@ def make_scheduler(
             CUDA device, and, when a step comes to it, if that cannot be captured.
         TypeError: the model is none; an argument that neither this nor octavo.KVCache has.
     """
-    _check_sizes("make_scheduler", sizes)
+    _check_sizes("make_scheduler", sizes, token_budget)
     served = ServedModel(model)
     try:
         return _scheduler(served, stop_tokens, token_budget, prefix_cache, cuda_graphs, sizes)
@@ -455,8 +458,10 @@ def generate_batch(
         TypeError: a prompt is not of integers; a model, number or sampling that is none; an argument that
             neither this nor octavo.KVCache has.
     """
-    _check_sizes("generate_batch", sizes)
-    _check_numbers(max_new_tokens=max_new_tokens, num_samples=num_samples, num_beams=num_beams)
+    _check_sizes("generate_batch", sizes, token_budget)
+    _check_numbers(
+        "generate_batch", max_new_tokens=max_new_tokens, num_samples=num_samples, num_beams=num_beams
+    )
     if not isinstance(sampling, Sampling):
         raise TypeError(
             f"generate_batch: sampling must be an octavo.serving.Sampling; got {type(sampling).__name__}"

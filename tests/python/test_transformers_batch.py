@@ -388,6 +388,12 @@ def test_an_argument_that_there_is_not(llama, options, message):
         ({"max_new_tokens": 1.5}, TypeError, "generate_batch: max_new_tokens must be an int; got float"),
         ({"num_samples": 0}, ValueError, r"generate_batch: num_samples \(0\) must be at least 1"),
         ({"num_beams": "two"}, TypeError, "generate_batch: num_beams must be an int; got str"),
+        ({"page_size": 0}, ValueError, r"generate_batch: page_size \(0\) must be at least 1"),
+        ({"page_size": None}, TypeError, "generate_batch: page_size must be an int; got NoneType"),
+        ({"max_batch": None}, TypeError, "generate_batch: max_batch must be an int; got NoneType"),
+        ({"max_tokens": "a"}, TypeError, "generate_batch: max_tokens must be an int; got str"),
+        ({"token_budget": "x"}, TypeError, "generate_batch: token_budget must be an int; got str"),
+        ({"token_budget": -1}, ValueError, r"generate_batch: token_budget \(-1\) must be at least 1"),
         (
             {"sampling": {}},
             TypeError,
