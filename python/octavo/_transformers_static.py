@@ -31,7 +31,7 @@ def describe_static_mask(
     seq_lens = torch.as_tensor(end, device=device).to(torch.int32).expand(batch_size)
     if is_token is None:
         return Mask(True, window_left, seq_lens=seq_lens.contiguous())
-    first = is_token.int().argmax(1)
+    first = torch.where(is_token.any(1), is_token.int().argmax(1), end)  # of a row without tokens: none
     slots = torch.arange(is_token.shape[1], device=device)
     if bool((is_token != ((slots >= first[:, None]) & (slots < end))).any()):
         return Mask(True, window_left, seq_lens=seq_lens.contiguous(), hidden=~is_token)

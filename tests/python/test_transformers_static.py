@@ -256,6 +256,20 @@ def test_padding_inside_a_sequence(name):
     torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_a_row_without_tokens():
+    """Such as one that fills a batch up; with a softcap no key can be hidden."""
+    ids, mask = padded(2, 8, (0, 8))
+    model = make_model("gemma2", attn_implementation="octavo")
+    expected = model(ids[:1], use_cache=False).logits
+    cache = transformers.StaticCache(config=model.config, max_cache_len=14)
+    model(ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache)
+    for begin, end in ((5, 6), (6, 8)):
+        logits = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+        torch.testing.assert_close(logits[:1], expected[:, begin:end], atol=2e-5, rtol=1e-4)
+        assert torch.isfinite(logits).all()
+
+
 def test_what_cannot_be_mapped_is_refused():
     ids, mask = padded(2, 8, ())
     mask[1, 6:] = 0
