@@ -73,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--host {args.host} can be reached from other machines: give --api-key, or OCTAVO_API_KEY in "
             "the environment; or --no-api-key to serve whoever can reach it"
         )
+    if args.max_batch > args.token_budget:
+        parser.error(
+            f"--max-batch ({args.max_batch}) must be at most --token-budget ({args.token_budget}): each "
+            "sequence of a step has a token"
+        )
     try:
         model = load(
             args.model,
@@ -82,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cuda_graphs=False if args.no_cuda_graphs else None,
         )
         engine, what = _make_engine(args, model)
-    except (ImportError, ValueError) as error:
+    except (ImportError, MemoryError, ValueError) as error:
         print(f"octavo.serving: {error}", file=sys.stderr)
         return 1
     if not is_local and api_key is None:
