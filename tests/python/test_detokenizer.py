@@ -89,6 +89,25 @@ def test_the_server_streams_a_tokenizer_of_transformers_with_byte_fallback():
     assert pieces(tokenizer.text_stream([0, 2]), [3]) == [" Paris", ""]
 
 
+@pytest.mark.parametrize("prompt", [(), (0, 2)])
+def test_logprobs_have_the_spaces_of_their_tokens(prompt):
+    """The decoder leaves out a space in front of all, which is in front of an answer that starts anew."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("uvicorn", reason="the server needs uvicorn")
+    pytest.importorskip("starlette", reason="the server needs starlette")
+    from octavo.serving.server.models import _TransformersTokenizer
+    from octavo.serving.server.text import Answer
+
+    tokenizer = _TransformersTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=FALLBACK))
+    for tokens in ([3, 4, 2, 2, 5, 6, 3, 7], [0, 1, 3, 0, 6], [6, 3, *of_bytes(b"\nA"), 3]):
+        answer = Answer(0, tokenizer, (), logprobs=True, prompt=prompt)
+        deltas = [answer.feed(token, -1.0, None) for token in tokens[:-1]]
+        deltas = [delta for delta in (*deltas, answer.feed(tokens[-1], -1.0, "length")) if delta]
+        text = "".join(delta.text for delta in deltas)
+        assert "".join(token.text for delta in deltas for token in delta.logprobs) == text
+        assert text.count(" ") == FALLBACK.decode([*prompt, *tokens]).count(" ")
+
+
 def make_byte_level():
     """A tokenizer whose tokens are the 256 bytes, in their order, pairs of bytes, and a control token."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as themselves; others from 256 on (GPT-2)

@@ -91,6 +91,7 @@ class Answer:
         self._pending: list[TokenLogprob] = []
         self._num_pending = 0  # tokens since the last delta
         self._length = 0  # of the text so far, held back or not
+        self._is_empty = not prompt  # there is no text yet, nor one that this continues
 
     def feed(self, token: int, logprob: float | None, finish_reason: str | None) -> Delta | None:
         """Adds a token; None while there is nothing to send.
@@ -100,7 +101,7 @@ class Answer:
         text = "" if finish_reason == "stop" else self._stream.feed(token)
         if self._wants_logprobs:
             assert logprob is not None
-            self._pending.append(TokenLogprob(self._tokenizer.decode([token]), logprob, self._length))
+            self._pending.append(TokenLogprob(self._text_of(token), logprob, self._length))
         self._num_pending += 1
         self._length += len(text)
         ready = self._stops.feed(text)
@@ -116,6 +117,14 @@ class Answer:
         delta = Delta(self.index, ready, self._num_pending, tuple(self._pending), finish_reason)
         self._pending, self._num_pending = [], 0
         return delta
+
+    def _text_of(self, token: int) -> str:
+        """The text of one token: behind others what a second one adds, for decoders that leave out a space in
+        front of all, as those of SentencePiece.
+        """
+        alone, twice = self._tokenizer.decode([token]), self._tokenizer.decode([token, token])
+        is_first, self._is_empty = self._is_empty, self._is_empty and not twice
+        return alone if is_first or not twice.startswith(alone) else twice[len(alone) :]
 
 
 class StopTexts:
