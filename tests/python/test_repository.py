@@ -45,6 +45,24 @@ def test_cmake_reads_the_presets_that_are_documented() -> None:
         assert set(re.findall(r'^  "([\w-]+)"', listed, re.MULTILINE)) == names
 
 
+COMPLETE = {"Place": 4, "Range": 2, "DsSlot": 2}
+"""Aggregates that are operands of conditional operators in code for GPUs, and their numbers of members."""
+
+
+def test_operands_of_conditional_operators_have_all_initializers() -> None:
+    """nvcc 13.0 leaves the other members of such an operand without a value, where they are to be zero."""
+    files = [x for name in ("cuda", "common", "params") for x in (ROOT / "src" / name).rglob("*.*h")]
+    found = []
+    for file in [*files, *(ROOT / "src" / "cuda").rglob("*.cu")]:
+        code = re.sub("//.*", "", file.read_text(encoding="utf-8"))
+        for statement in re.split("[;{}](?=\\s)", code):
+            if "?" in statement:
+                found += re.findall(r"[?:](?<!::)\s*([A-Z]\w*)\{([^{}]+)\}", statement + "}")
+    assert {name for name, _ in found} == set(COMPLETE)
+    for name, initializers in found:
+        assert initializers.count(",") + 1 == COMPLETE[name], f"{name}{{{initializers}}}"
+
+
 SKIPPING = {
     "test_module.py": """
 import pytest
