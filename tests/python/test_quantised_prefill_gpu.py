@@ -75,6 +75,25 @@ def test_row_tiles_of_one_tile_of_keys(torch: Any, kind: str, num_tokens: int) -
         assert found.kernel == "sm90_attention<bfloat16 over codes, head_dim 128, 64 rows>"
 
 
+@pytest.mark.parametrize("room", [0, 16000])
+@pytest.mark.parametrize(("head_dim", "group_size", "num_tokens"), [(128, 12, 4), (128, 12, 9), (64, 12, 9)])
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn", "int4"])
+def test_row_tiles_without_keys(
+    torch: Any, kind: str, head_dim: int, group_size: int, num_tokens: int, room: int
+) -> None:
+    """Sequences that are padding, and splits of sequences that are short, between others.
+
+    A warpgroup that converts once waited for row tiles behind these with a tile that consumers needed.
+    """
+    lengths_of = [0 if i % 3 else num_tokens + 67 * i % 300 for i in range(12 if room else 160)]
+    cache, table, lengths = filled(kind, lengths_of, num_kv_heads=4, head_dim=head_dim)
+    table = np.pad(table, ((0, 0), (0, room // 16)))
+    num_queries = num_tokens * len(lengths_of)
+    cu_seqlens_q = np.arange(0, num_queries + 1, num_tokens, dtype=np.int32)
+    q = queries(num_queries, 4 * group_size, head_dim, "bfloat16")
+    check_attention(torch, cache, q, table, lengths, cu_seqlens_q=cu_seqlens_q)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -14,8 +14,16 @@
 
 namespace octavo::cuda {
 
+// What a step of a walk over tiles of keys comes to: a tile, a row tile without tiles, or the end.
+enum class KeyTileStep { tile, none, end };
+
 // Walks over the tiles of keys of this CTA's row tiles, one after another. A warp converts kWarpKeys keys of
 // each.
+//
+// A row tile is handed out when the one before it has a slot for its queries, and that is when the results of
+// an earlier row tile have left. So whoever holds a tile of a row tile may wait for the next row tile, but
+// not for the one after that: consumers may need the tile before they store those results. (Where row tiles
+// are chained, results leave behind the scores of the next row tile.)
 template <class Config>
 class KeyTileWalk {
   public:
@@ -24,20 +32,25 @@ class KeyTileWalk {
     __device__ KeyTileWalk(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared)
         : p_(p), plan_(plan), shared_(shared) {}
 
-    // Whether the next tile is one of the current row tile, so that next() waits for nothing.
+    // Whether the next tile is one of the current row tile, so that advance() waits for nothing.
     __device__ bool goes_on() const { return tile_ > 0; }
-    // Moves on to the next tile of this row tile, or of the next one. False once there is none.
-    __device__ bool next() {
-        --tile_;
-        while (tile_ < 0) {
-            const Sm90Work work = take_work<Config>(shared_, work_ring_);
-            if (work.batch < 0) return false;
-            tiles_ = key_tiles<Config>(p_, plan_, work);
-            tile_ = tiles_.count - 1;
-            kv_head_ = work.first_head / p_.group_size();
-            page_ids_ = p_.page_table.from(work.batch * p_.page_table_stride);
-        }
-        return true;
+    // Moves on to the next tile of the current row tile, or waits for the next row tile, and moves on to its
+    // first one. That row tile may have none.
+    __device__ KeyTileStep advance() {
+        if (--tile_ >= 0) return KeyTileStep::tile;
+        const Sm90Work work = take_work<Config>(shared_, work_ring_);
+        if (work.batch < 0) return KeyTileStep::end;
+        tiles_ = key_tiles<Config>(p_, plan_, work);
+        tile_ = tiles_.count - 1;
+        kv_head_ = work.first_head / p_.group_size();
+        page_ids_ = p_.page_table.from(work.batch * p_.page_table_stride);
+        return tile_ >= 0 ? KeyTileStep::tile : KeyTileStep::none;
+    }
+    // Moves on until there is a tile. Waits for any number of row tiles.
+    __device__ KeyTileStep find() {
+        KeyTileStep step = KeyTileStep::none;
+        while (step == KeyTileStep::none) step = advance();
+        return step;
     }
 
     // Where this lane's key lies.
@@ -196,53 +209,54 @@ __device__ __forceinline__ void convert_tiles(const AttentionParams& p, const Sm
     KeyTileWalk<Config> tiles(p, plan, shared);
     CodeTile<Config, kKeys> k;
     CodeTile<Config, kValues> v;
-    if (!tiles.next()) return;
-    auto place = tiles.find_place();
-    k.load(keys, place);
-    v.load(values, place);
-    for (bool any = true; any;) {
-        any = tiles.next();
-        if (any) place = tiles.find_place();
-        convert_tile(k, shared.k, shared.k_full, shared.k_empty, k_ring);
-        if (any) k.load(keys, place);
-        convert_tile(v, shared.v, shared.v_full, shared.v_empty, v_ring);
-        if (any) v.load(values, place);
+    for (KeyTileStep step = tiles.find(); step != KeyTileStep::end;) {
+        auto place = tiles.find_place();
+        k.load(keys, place);
+        v.load(values, place);
+        for (bool any = true; any;) {
+            step = tiles.advance();
+            any = step == KeyTileStep::tile;
+            if (any) place = tiles.find_place();
+            convert_tile(k, shared.k, shared.k_full, shared.k_empty, k_ring);
+            if (any) k.load(keys, place);
+            convert_tile(v, shared.v, shared.v_full, shared.v_empty, v_ring);
+            if (any) v.load(values, place);
+        }
+        if (step == KeyTileStep::none) step = tiles.find();
     }
 }
 
 // One of two warpgroups, which converts K alone or V alone. Two tiles are on their way while a third one is
-// converted. The walk waits for no row tile before the tile at hand is converted: a row tile is handed out
-// only when results of an earlier one were stored, and where row tiles are chained, consumers store those
-// behind the scores of a tile that would be this one if each row tile had one.
+// converted.
 template <class Config, DType kType, int kStages>
 __device__ __forceinline__ void convert_tiles_of(const CodePages& pages, KeyTileWalk<Config>&& tiles,
                                                  unsigned char (&slots)[kStages][Config::kKeyTileBytes],
                                                  uint64_t* full, uint64_t* empty) {
     Ring<kStages> ring;
     CodeTile<Config, kType> codes[2];
-    bool any[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        any[i] = (i == 0 || any[0]) && tiles.next();
-        if (any[i]) codes[i].load(pages, tiles.find_place());
-    }
+    bool is_held[2] = {};
+    bool is_end = false;
     while (true) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (!any[i]) return;
-            const bool goes_on = any[i ^ 1] && tiles.goes_on();
+            KeyTileStep step = KeyTileStep::none;
             typename KeyTileWalk<Config>::Place place{};
-            if (goes_on) {
-                tiles.next();
+            if (tiles.goes_on()) {
+                step = tiles.advance();
                 place = tiles.find_place();
             }
-            convert_tile(codes[i], slots, full, empty, ring);
-            any[i] = goes_on;
-            if (!goes_on && any[i ^ 1]) {
-                any[i] = tiles.next();
-                if (any[i]) place = tiles.find_place();
+            if (is_held[i]) convert_tile(codes[i], slots, full, empty, ring);
+            is_held[i] = false;
+            if (step == KeyTileStep::none && !is_end) {
+                step = is_held[i ^ 1] ? tiles.advance() : tiles.find();
+                if (step == KeyTileStep::tile) place = tiles.find_place();
+                is_end = step == KeyTileStep::end;
             }
-            if (any[i]) codes[i].load(pages, place);
+            if (step == KeyTileStep::tile) {
+                codes[i].load(pages, place);
+                is_held[i] = true;
+            }
+            if (is_end && !is_held[i ^ 1]) return;
         }
     }
 }
