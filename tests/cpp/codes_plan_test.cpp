@@ -171,6 +171,19 @@ TEST(Plan, DraftsOverCodes) {
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "parts"), "5");
     shape.queries = 63;
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "parts"), "32");
+    shape.group_size = 16;  // query heads in parts, each with eight rows at most
+    for (const auto& [queries, parts] : {std::pair{1, 2}, {2, 4}, {4, 8}}) {
+        shape.queries = queries;
+        const Explanation of_parts = explain(over_codes(shape), "h200");
+        EXPECT_NE(of_parts.kernel.find("_decode<int8, head_dim 256, 8 rows>"), std::string::npos)
+            << of_parts.to_string();
+        EXPECT_EQ(field(of_parts, "group_parts"), std::to_string(parts));
+        EXPECT_EQ(field(of_parts, "num_kv_heads"), std::to_string(8 * parts));
+    }
+    shape.queries = 5;
+    EXPECT_EQ(kind_of(over_codes(shape)), "sm80_attention") << "no part has a divisor of the heads";
+    shape.queries = 63;
+    shape.group_size = 4;
     shape.batch = 600;  // as many at a time as have a number each in the schedule of the decode kernels
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "num_sequences"), "32");
     EXPECT_EQ(kind_of(over_codes(shape), "a100"), "sm80_attention");
@@ -284,6 +297,8 @@ TEST(Plan, ManyMoreQueriesOverCodes) {
         EXPECT_EQ(kind_of(over_codes(shape)), "expand_codes") << head_dim;
         shape.dtype = DType::float16;
     }
+    shape.batch = 100;  // as many at a time as there is workspace for
+    EXPECT_EQ(field(explain(over_codes(shape), "h200"), "num_sequences"), "16");
 
     // A window leaves few keys to each query, but all of those before it are left out, too.
     shape = {2, 32768};
@@ -404,6 +419,17 @@ TEST(Plan, MixedBatchesOverCodes) {
     shape = Shape{64, 16384};
     shape.queries = shape.total_q = 64 * 400;
     EXPECT_EQ(field(explain(with_scales(over_codes(shape)), "h200"), "num_slots"), "8");
+
+    // Above head dim 128, where sm80_attention serves those between.
+    shape = Shape{64, 4096};
+    shape.queries = 512;
+    shape.total_q = 4 * 512 + 60;
+    shape.head_dim = 256;
+    const Explanation wide = explain(with_scales(over_codes(shape)), "h200");
+    EXPECT_EQ(wide.kernel, "expand_codes<bfloat16, int8>");
+    EXPECT_EQ(field(wide, "many_queries"), std::to_string(shape.total_q / 17 + 1)) << "there is room for 16";
+    EXPECT_EQ(field(wide, "few").find("split_kv_decode<int8, head_dim 256"), 0u);
+    EXPECT_EQ(field(wide, "between"), "sm80_attention<bfloat16, head_dim 256, 2 stages>");
 
     // The parts of a batch that is too small for the SMs.
     shape = Shape{5, 1328, 2, 4};

@@ -92,6 +92,48 @@ def test_page_sizes_and_groups(torch: Any, kind: str, page_size: int, group_size
 @pytest.mark.parametrize(
     "options",
     [
+        {},
+        {"batch_invariant": True},
+        {"window_left": 100, "prefix_lens": np.array([0, 60, 500], np.int32)},
+        {"alibi_slopes": np.linspace(0.01, 0.3, 48, dtype=np.float32), "softcap": 3.0},
+        {"sinks": np.linspace(-3.0, 6.0, 48, dtype=np.float32)},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize(
+    ("group_size", "num_tokens", "parts"), [(12, 1, 2), (16, 1, 2), (24, 1, 3), (16, 4, 8), (9, 1, 3)]
+)
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_wide_heads(
+    torch: Any,
+    kind: str,
+    head_dim: int,
+    group_size: int,
+    num_tokens: int,
+    parts: int,
+    options: dict[str, Any],
+) -> None:
+    """Query heads in parts, which read the same head of the pages."""
+    cache, table, lengths = filled(kind, [900, num_tokens, 1333], head_dim=head_dim)
+    num_heads, num_queries = 2 * group_size, 3 * num_tokens
+    given = {name: x[:num_heads] if np.size(x) == 48 else x for name, x in options.items()}
+    if num_tokens > 1:
+        given |= {"cu_seqlens_q": np.arange(0, num_queries + 1, num_tokens, dtype=np.int32)}
+        given |= {"max_seqlen_q": num_tokens}
+    q = queries(num_queries, num_heads, head_dim, "bfloat16")
+    check_attention(torch, cache, q, table, lengths, **given)
+    if is_hopper(torch):
+        given |= {"page_table": table, "seq_lens": lengths}
+        arrays = {n: to_gpu(torch, x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        found = octavo.explain("paged_attention", to_gpu(torch, q), **arrays, **on_gpu(torch, cache))
+        assert found.kernel.startswith(("split_kv_decode<", "stream_k_decode<"))
+        assert found.plan["group_parts"] == parts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         *OPTIONS,
         {"cu_seqlens_q": np.array([0, 2, 4, 6, 8], np.int32), "alibi_slopes": np.ones(8, np.float32)},
     ],

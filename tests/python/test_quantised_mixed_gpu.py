@@ -23,10 +23,10 @@ CHUNKS = (300, 1, 500, 4, *[1] * 40)
 NUM_TOKENS = [900, 731, 1300, 40, *range(1, 1600, 40)]
 
 
-def check_parts(found: octavo.Explanation) -> None:
+def check_parts(found: octavo.Explanation, between: str = "sm90_attention<") -> None:
     assert found.kernel.startswith("expand_codes<")
     assert found.plan["few"].startswith(("stream_k_decode<", "split_kv_decode<"))
-    assert found.plan["between"].startswith("sm90_attention<")
+    assert found.plan["between"].startswith(between)
 
 
 def random_trees(counts: tuple[int, ...]) -> NDArray[np.uint64]:
@@ -70,6 +70,32 @@ def test_options(torch: Any, kind: str, head_dim: int, dtype: str, options: dict
     check_attention(torch, cache, q, table, lengths, **given)
     if is_hopper(torch):
         check_parts(explanation(torch, cache, q, table, lengths, **given))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_left": 100, "softcap": 3.0},
+        {"alibi_slopes": np.linspace(0.01, 0.3, 32, dtype=np.float32)},
+        {"sinks": np.linspace(-3.0, 6.0, 32, dtype=np.float32), "causal": False},
+    ],
+    ids=lambda options: "+".join(options) or "plain",
+)
+@pytest.mark.parametrize("group_size", [4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_heads(torch: Any, kind: str, group_size: int, options: dict[str, Any]) -> None:
+    """Above head dim 128 no kernel of Hopper's reads the codes of sequences between few and many queries."""
+    counts = (300, 1, 70, 12, *[1] * 20)
+    num_heads = 2 * group_size
+    cache, table, lengths = filled(kind, NUM_TOKENS[: len(counts)], head_dim=256)
+    spoil_unused_scales(cache, table, lengths)
+    given = {name: x[:num_heads] if np.size(x) == 32 else x for name, x in options.items()}
+    given["cu_seqlens_q"] = np.cumsum([0, *counts], dtype=np.int32)
+    q = queries(sum(counts), num_heads, 256, "bfloat16")
+    check_attention(torch, cache, q, table, lengths, **given)
+    if is_hopper(torch):
+        check_parts(explanation(torch, cache, q, table, lengths, **given), "sm80_attention<")
 
 
 @pytest.mark.parametrize("kind", KINDS)

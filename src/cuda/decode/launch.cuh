@@ -78,7 +78,7 @@ void launch_split_kv_decode(const AttentionParams& params, const SplitKvPlan& pl
     SplitKvLaunch arguments{};
     arguments.group_size = FastDivide::by(params.group_size());
     arguments.pages = PageLayout::of(params, Long::kBlockKeys);
-    arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
+    arguments.codes = CodeLayout::of(params, kHeadDim, plan.group_parts, one_scale(params));
     arguments.num_splits = plan.num_splits;
     arguments.num_slots = plan.num_slots;
     arguments.equal_splits = plan.num_slots / plan.num_sequences;
@@ -140,7 +140,7 @@ void launch_stream_k_decode(const AttentionParams& params, const StreamKPlan& pl
     arguments.group_size = FastDivide::by(params.group_size());
     arguments.pages = PageLayout::of(params, Config::kBlockKeys);
     arguments.waits_for_new = waits_for_new_alone(params);
-    arguments.codes = CodeLayout::of(params, kHeadDim, one_scale(params));
+    arguments.codes = CodeLayout::of(params, kHeadDim, plan.group_parts, one_scale(params));
     arguments.partial = partial_workspace(params.device.index, stream, plan.workspace_words());
     arguments.partial_words = plan.partial_words;
     auto run = launch_stream_k_kernel<T, Config, false>;

@@ -40,13 +40,14 @@ struct CodeLayout {
     };
     Strides k, v;  // in units of 16 bytes
     Scales k_scales, v_scales;
+    FastDivide group_parts;  // KV heads of the call that read the same head of the pages (with_group_parts)
     int32_t has_scales;  // whether scales lie in memory; otherwise softmax_scale and out_scale include them
     // Whether kStepKeys tokens of a head lie in one page and follow each other without a gap, and the rows
     // are those of the instance.
     int32_t k_in_order, v_in_order;
 
     // `one` points to a one on the device, where only keys or only values have scales in memory.
-    static CodeLayout of(const AttentionParams& p, int32_t head_dim, const float* one) {
+    static CodeLayout of(const AttentionParams& p, int32_t head_dim, int32_t group_parts, const float* one) {
         auto strides = [](int64_t page, int64_t token, int64_t head) {
             return Strides{static_cast<uint32_t>(page), static_cast<uint32_t>(token),
                            static_cast<uint32_t>(head)};
@@ -63,6 +64,7 @@ struct CodeLayout {
                 strides(p.v_outer_stride / 16, p.v_token_stride / 16, p.v_head_stride / 16),
                 scales(p.k_scales),
                 scales(p.v_scales),
+                FastDivide::by(group_parts),
                 p.k_scales.data != nullptr || p.v_scales.data != nullptr,
                 in_order(p.head_dim, p.k_dtype, p.k_token_stride),
                 in_order(p.head_dim_v, p.v_dtype, p.v_token_stride)};

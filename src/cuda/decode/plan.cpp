@@ -178,6 +178,24 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
     return Instance{row, *codes};
 }
 
+// Into how many parts the query heads of a KV head are divided: where no instance takes those of one query
+// token. (divide_queries has parts of a sequence's tokens.)
+int32_t group_parts_of(const AttentionParams& p) {
+    constexpr int32_t kMostParts = 8;  // each of which reads all keys, all but one of them from the L2 cache
+    if (!is_code(p.k_dtype) || p.chosen_pages) return 1;
+    int32_t most_rows = 0;
+    for (const DecodeTiles& tiles : kDecodeTiles) {
+        if (tiles.has_codes && tiles.head_dim >= std::max(p.head_dim, p.head_dim_v))
+            most_rows = std::max(most_rows, tiles.rows());
+    }
+    const int64_t group = p.group_size();
+    if (group <= most_rows) return 1;
+    for (int32_t parts = 2; parts <= kMostParts; ++parts) {
+        if (group % parts == 0 && p.seqlen_q * group / parts <= most_rows) return parts;
+    }
+    return 1;
+}
+
 // One launch of the split-KV kernel to be planned.
 struct SplitKvProblem {
     const AttentionParams& p;
@@ -456,7 +474,9 @@ Grid SplitKvPlan::grid() const {
     return {num_kv_heads, num_sequences, num_splits + combiners_per_item};
 }
 
-std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& call, const Gpu& gpu, std::string* why_not) {
+    const int32_t group_parts = group_parts_of(call);
+    const AttentionParams p = with_group_parts(call, group_parts);
     const std::optional<Instance> instance = choose_instance(p, gpu, why_not);
     if (!instance) return std::nullopt;
     if (!p.seq_lens)
@@ -473,6 +493,7 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gp
     plan.row = instance->row;
     plan.num_sequences = count_sequences(p);
     plan.num_kv_heads = p.num_kv_heads;
+    plan.group_parts = group_parts;
     plan.block_keys = shape.block_keys;
     plan.max_visible_blocks = max_visible_blocks(p, shape.block_keys);
     plan.blocks_per_split = 1;
@@ -489,7 +510,9 @@ std::optional<SplitKvPlan> plan_split_kv(const AttentionParams& p, const Gpu& gp
     return plan_sized_splits(plan, problem, why_not);
 }
 
-std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gpu, std::string* why_not) {
+std::optional<StreamKPlan> plan_stream_k(const AttentionParams& call, const Gpu& gpu, std::string* why_not) {
+    const int32_t group_parts = group_parts_of(call);
+    const AttentionParams p = with_group_parts(call, group_parts);
     if (p.batch_invariant)
         return refuse(why_not,
                       "where it cuts a sequence depends on the others, and batch_invariant is given");
@@ -504,6 +527,7 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& p, const Gpu& gp
     plan.block_keys = shape.block_keys;
     plan.num_sequences = count_sequences(p);
     plan.num_kv_heads = p.num_kv_heads;
+    plan.group_parts = group_parts;
     plan.num_ctas = std::min(gpu.num_sms, kMaxDecodeCtas);
     plan.threads = shape.stream_k_threads;
     plan.partial_words = p.seqlen_q * p.group_size() * shape.stream_k_row_words;

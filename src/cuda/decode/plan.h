@@ -26,8 +26,9 @@ struct SplitKvPlan {
     int32_t block_keys;
     SplitPolicy policy;
     SplitKvItems items;
-    int32_t num_sequences;  // the first sequences of the batch; another plan is made for the others
-    int32_t num_kv_heads;
+    int32_t num_sequences;          // the first sequences of the batch; another plan is made for the others
+    int32_t num_kv_heads;           // group_parts for each of the call's
+    int32_t group_parts;            // of the query heads of a KV head (with_group_parts)
     int32_t num_splits;             // the most CTAs that work on an item
     int32_t num_slots;              // CTAs that work on the items of a KV head
     int32_t combiners_per_item;     // CTAs that combine an item's splits; 0: its last split combines
@@ -52,7 +53,7 @@ struct StreamKPlan {
     Codes codes;  // what pages hold; none: numbers of that dtype
     int32_t row;  // a row of kDecodeTiles; with dtype or codes it names the instance
     int32_t block_keys;
-    int32_t num_sequences, num_kv_heads;
+    int32_t num_sequences, num_kv_heads, group_parts;
     int32_t num_ctas, threads;
     int32_t partial_words;  // the length of the partial result of a CTA
 
@@ -73,6 +74,14 @@ std::optional<StreamKPlan> plan_stream_k(const AttentionParams& params, const Gp
 // them that `params` says a launch serves.
 std::optional<DecodePlan> plan_decode_at_once(const AttentionParams& params, const Gpu& gpu,
                                               std::string* why_not = nullptr);
+
+// The call whose query heads of a KV head are divided into parts, each with a KV head that reads the same
+// keys: above head dim 128 no kernel over codes takes more than eight rows of a KV head. Its pages still have
+// heads of their own number (CodeLayout).
+inline AttentionParams with_group_parts(AttentionParams params, int32_t parts) {
+    params.num_kv_heads *= parts;
+    return params;
+}
 
 Explanation describe(const SplitKvPlan& plan);
 Explanation describe(const StreamKPlan& plan);

@@ -28,6 +28,14 @@ std::string name_of(const char* kernel, DType dtype, Codes codes, const DecodeTi
                    " rows>");
 }
 
+// "8 KV heads x 2 parts of the query heads"
+template <class Plan>
+std::string heads_of(const Plan& plan) {
+    const auto heads = counted(plan.num_kv_heads / plan.group_parts, "KV head");
+    if (plan.group_parts == 1) return text_of(heads);
+    return text_of(heads, " x ", plan.group_parts, " parts of the query heads");
+}
+
 // "64 CTAs of 256 threads"
 std::string ctas_of(const Grid& grid, int32_t threads) {
     return text_of(counted(grid.size(), "CTA"), " of ", threads, " threads");
@@ -38,8 +46,7 @@ std::string ctas_of(const Grid& grid, int32_t threads) {
 Explanation describe(const SplitKvPlan& plan) {
     Explanation text;
     text.kernel = name_of("split_kv_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary =
-        text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"), " x ");
+    text.summary = text_of(heads_of(plan), " x ", counted(plan.num_sequences, "sequence"), " x ");
     if (plan.policy == SplitPolicy::by_length) {
         text.summary += text_of("1 to ", counted(plan.num_splits, "split"), " by length, in ",
                                 counted(plan.num_slots, "slot"), " a KV head");
@@ -67,6 +74,7 @@ Explanation describe(const SplitKvPlan& plan) {
         {"items", name_of(plan.items)},
         {"num_sequences", plan.num_sequences},
         {"num_kv_heads", plan.num_kv_heads},
+        {"group_parts", plan.group_parts},
         {"num_splits", plan.num_splits},
         {"num_slots", plan.num_slots},
         {"combiners_per_item", plan.combiners_per_item},
@@ -86,10 +94,9 @@ Explanation describe(const SplitKvPlan& plan) {
 Explanation describe(const StreamKPlan& plan) {
     Explanation text;
     text.kernel = name_of("stream_k_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary =
-        text_of(counted(plan.num_kv_heads, "KV head"), " x ", counted(plan.num_sequences, "sequence"),
-                ", blocks of ", plan.block_keys,
-                " keys, of which the device gives each CTA its run: ", ctas_of(plan.grid(), plan.threads));
+    text.summary = text_of(
+        heads_of(plan), " x ", counted(plan.num_sequences, "sequence"), ", blocks of ", plan.block_keys,
+        " keys, of which the device gives each CTA its run: ", ctas_of(plan.grid(), plan.threads));
     text.file = "src/cuda/decode/stream_k.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},
@@ -98,6 +105,7 @@ Explanation describe(const StreamKPlan& plan) {
         {"rows", plan.tiles().rows()},
         {"num_sequences", plan.num_sequences},
         {"num_kv_heads", plan.num_kv_heads},
+        {"group_parts", plan.group_parts},
         {"num_ctas", plan.num_ctas},
         {"threads", plan.threads},
         {"workspace_bytes", plan.workspace_bytes()},

@@ -57,11 +57,11 @@ const Launches& launches_of(const Plan& plan) {
 }  // namespace
 
 void run(const AttentionParams& p, const SplitKvPlan& plan, cudaStream_t stream, Beside beside) {
-    launches_of(plan).split_kv(p, plan, beside, stream);
+    launches_of(plan).split_kv(with_group_parts(p, plan.group_parts), plan, beside, stream);
 }
 
 void run(const AttentionParams& p, const StreamKPlan& plan, cudaStream_t stream) {
-    launches_of(plan).stream_k(p, plan, stream);
+    launches_of(plan).stream_k(with_group_parts(p, plan.group_parts), plan, stream);
 }
 
 }  // namespace octavo::cuda

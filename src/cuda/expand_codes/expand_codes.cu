@@ -262,7 +262,8 @@ void run(const AttentionParams& params, const ExpandedPlan& plan, cudaStream_t s
             run(few, *split_kv, stream, plan.sms_left > 0 ? Beside::numbers : Beside::nothing);
         else
             run(few, std::get<StreamKPlan>(*plan.few), stream);
-        run(with_queries(params, plan.few_queries + 1, plan.many_queries - 1), *plan.between, stream);
+        const AttentionParams between = with_queries(params, plan.few_queries + 1, plan.many_queries - 1);
+        std::visit([&](const auto& plan) { run(between, plan, stream); }, *plan.between);
     }
 }
 

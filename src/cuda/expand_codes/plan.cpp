@@ -10,7 +10,9 @@ namespace {
 
 constexpr int64_t kCtasOfAnSm = 32;  // an SM holds eight at a time
 constexpr int64_t kAlignment = 256;  // bytes; parts of the workspace begin at multiples of it
-constexpr int32_t kDecodeRows = 8;   // its kernels for 16 rows have half the warps, which wait longer
+// sm90_attention reads codes up to this head dim.
+constexpr int32_t kMostConvertedHeadDim = kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim;
+constexpr int32_t kDecodeRows = 8;  // its kernels for 16 rows have half the warps, which wait longer
 
 // How many bytes the keys, or the values, of so many slots take.
 int64_t tensor_bytes(const AttentionParams& p, int64_t num_slots, int64_t room) {
@@ -45,7 +47,7 @@ int64_t rows_of_a_key(const AttentionParams& p) {
 // float8, where one instruction converts a pair of codes (0.88 to 0.93 there), and most where each key has a
 // scale (0.69 to 0.76). Above head dim 128, and with bidirectional ranges, the alternative is sm80_attention.
 int64_t fewest_rows(const AttentionParams& p) {
-    if (p.ranges || p.head_dim > kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim) return 256;
+    if (p.ranges || p.head_dim > kMostConvertedHeadDim) return 256;
     if (has_scales_of_tokens(p)) return 768;
     return 1536;
 }
@@ -84,6 +86,10 @@ bool is_mixed_batch(const AttentionParams& p) {
 // Rounds a number of tokens up to whole tiles of keys, so that one copy brings a tile.
 int32_t whole_tiles(int32_t tokens, int32_t tile_keys) {
     return static_cast<int32_t>(ceil_divide(tokens, tile_keys) * tile_keys);
+}
+
+Explanation describe_between(const ExpandedPlan& plan) {
+    return std::visit([](const auto& plan) { return describe(plan); }, *plan.between);
 }
 
 std::string instance_name(DType dtype, Codes codes) {
@@ -161,8 +167,7 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
         return refuse(why_not, "it takes eight codes at a time, and multiples of 8 up to ",
                       kMaxCudaCodeHeadDim, " as head_dim, not ", p.head_dim);
     }
-    if (p.dtype == DType::float16 && has_scales_of_heads(p) &&
-        p.head_dim <= kSm90CodeTiles[std::size(kSm90CodeTiles) - 1].head_dim) {
+    if (p.dtype == DType::float16 && has_scales_of_heads(p) && p.head_dim <= kMostConvertedHeadDim) {
         return refuse(why_not,
                       "keys and values would be products with the scales of their heads, for which float16 "
                       "has less range than there is where the scales are left out of the numbers");
@@ -248,7 +253,11 @@ AttentionParams over_expanded(const AttentionParams& params, int32_t num_slots, 
 
 std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& p, const Gpu& gpu,
                                                std::string* why_not) {
-    return make_plan(p, gpu, 0, p.batch, why_not);
+    AttentionParams served = p;
+    // Up to head dim 128 other kernels over codes take less time than launches one after the other.
+    if (p.head_dim > kMostConvertedHeadDim)
+        served.batch = static_cast<int32_t>(std::clamp<int64_t>(most_slots(p), 1, p.batch));
+    return make_plan(served, gpu, 0, served.batch, why_not);
 }
 
 std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu& gpu, int32_t many_queries,
@@ -290,8 +299,15 @@ std::optional<ExpandedPlan> make_mixed_plan(const AttentionParams& p, const Gpu&
     }
     plan->few = few;
     plan->few_queries = few_queries;
-    plan->between = plan_sm90_attention(with_queries(p, few_queries + 1, many_queries - 1), gpu, why_not);
-    if (!plan->between) return std::nullopt;
+    AttentionParams between = with_queries(p, few_queries + 1, many_queries - 1);
+    if (p.head_dim > kMostConvertedHeadDim) {
+        between.num_splits = 1;  // what combines splits would write the rows of other launches, too
+        plan->between = plan_sm80_attention(between, gpu);
+        return plan;
+    }
+    const auto sm90 = plan_sm90_attention(between, gpu, why_not);
+    if (!sm90) return std::nullopt;
+    plan->between = *sm90;
     return plan;
 }
 
@@ -324,7 +340,7 @@ Explanation describe(const ExpandedPlan& plan) {
                 plan.run_tokens(), " tokens: ", counted(plan.grid().size(), "CTA"), " of ", plan.threads(),
                 " threads; then over the numbers ", attention.kernel, ": ", attention.summary);
     if (plan.is_mixed()) {
-        const Explanation few = describe(*plan.few), between = describe(*plan.between);
+        const Explanation few = describe(*plan.few), between = describe_between(plan);
         text.summary += text_of(
             plan.sms_left > 0 ? text_of("; on ", counted(plan.sms_left, "SM"), " beside it")
                               : std::string("; then"),
@@ -354,7 +370,7 @@ Explanation describe(const ExpandedPlan& plan) {
         {"workspace_bytes", plan.workspace_bytes()},
         {"attention", attention.kernel},
         {"few", plan.is_mixed() ? describe(*plan.few).kernel : ""},
-        {"between", plan.is_mixed() ? describe(*plan.between).kernel : ""},
+        {"between", plan.is_mixed() ? describe_between(plan).kernel : ""},
     };
     return text;
 }

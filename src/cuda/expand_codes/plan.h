@@ -8,11 +8,13 @@
 #include "cuda/decode/plan.h"
 #include "cuda/gpu.h"
 #include "cuda/plan.h"
+#include "cuda/sm80_attention/plan.h"
 #include "cuda/sm90_attention/plan.h"
 #include "params/attention_params.h"
 
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 namespace octavo::cuda {
@@ -52,7 +54,7 @@ struct ExpandedPlan {
     // A mixed batch: the plans of attention over the codes of sequences with few queries, and of those with
     // more, but not many.
     std::optional<DecodePlan> few;
-    std::optional<Sm90Plan> between;
+    std::optional<std::variant<Sm90Plan, Sm80Plan>> between;
 
     bool is_mixed() const { return many_queries > 0; }
     Grid grid() const { return {int64_t{num_turns} * num_kv_heads * num_slots}; }
@@ -66,7 +68,8 @@ struct ExpandedPlan {
 // unless null, then gets the reason.
 std::optional<ExpandedPlan> plan_expanded_attention(const AttentionParams& params, const Gpu& gpu,
                                                     std::string* why_not = nullptr);
-// Makes the plan that converts all sequences, whether it pays or not.
+// Makes the plan that converts all sequences, whether it pays or not; above head dim 128 as many at a time as
+// there is workspace for.
 std::optional<ExpandedPlan> make_expanded_plan(const AttentionParams& params, const Gpu& gpu,
                                                std::string* why_not = nullptr);
 // Makes the plan of a mixed batch, whether it pays or not, in which sequences of many_queries are converted.

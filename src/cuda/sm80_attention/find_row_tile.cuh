@@ -31,8 +31,7 @@ __device__ __forceinline__ RowTile find_row_tile(const AttentionParams& p, FastD
     for (int32_t base = 0; base < p.batch; base += 32) {
         const int32_t b = base + lane;
         int32_t tiles = 0;
-        if (b < p.batch)
-            tiles = ((p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) * group_size + kRows - 1) / kRows;
+        if (b < p.batch) tiles = (p.served_queries(b) * group_size + kRows - 1) / kRows;
         const int32_t end = inclusive_sum(tiles);
         const uint32_t past = __ballot_sync(~0u, index < before + end);
         if (past) {
