@@ -56,7 +56,21 @@ void expect_holds(const Plan& plan, const AttentionParams& p) {
     EXPECT_EQ(p.head_dim_v * cuda::bits_of(p.v_dtype) % 128, 0);
 }
 
-void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+// The call whose KV heads are those of a decode plan. More than one part has whole query heads of a group
+// that no instance takes.
+template <class Plan>
+AttentionParams in_parts(const Plan& plan, const AttentionParams& call) {
+    if (plan.group_parts > 1) {
+        EXPECT_EQ(call.group_size() % plan.group_parts, 0);
+        EXPECT_GT(call.group_size(), plan.tiles().rows());
+        EXPECT_TRUE(is_code(call.k_dtype) && !call.chosen_pages);
+        EXPECT_GT(plan.tiles().head_dim, 128) << "instances of others take no parts";
+    }
+    return cuda::with_group_parts(call, plan.group_parts);
+}
+
+void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& call, const Gpu& gpu) {
+    const AttentionParams p = in_parts(plan, call);
     expect_holds(plan, p);
     const int64_t rows = int64_t{p.seqlen_q} * p.group_size(), splits = plan.num_splits;
     const int64_t block_keys = plan.codes == cuda::Codes::none ? 16 : 32;
@@ -132,7 +146,8 @@ void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& p, const
     }
 }
 
-void expect_sound_alone(const cuda::StreamKPlan& plan, const AttentionParams& p, const Gpu& gpu) {
+void expect_sound_alone(const cuda::StreamKPlan& plan, const AttentionParams& call, const Gpu& gpu) {
+    const AttentionParams p = in_parts(plan, call);
     EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric || p.ranges);
     expect_holds(plan, p);
     EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
@@ -229,6 +244,8 @@ void expect_sound(const cuda::Sm90WidePlan& plan, const AttentionParams& p, cons
         << "some queries have no row tile";
 }
 
+void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, const Gpu& gpu);
+
 void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, const Gpu& gpu) {
     EXPECT_TRUE(is_code(p.k_dtype) && is_code(p.v_dtype));
     EXPECT_EQ(p.head_dim, p.head_dim_v);
@@ -247,8 +264,10 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
     EXPECT_GE(plan.tensor_bytes, 2 * int64_t{plan.num_slots} * plan.room * p.num_kv_heads * p.head_dim);
     EXPECT_EQ(plan.attention.codes, cuda::Codes::none);
     if (!plan.is_mixed()) {
-        EXPECT_EQ(plan.num_slots, p.batch);
+        EXPECT_EQ(plan.num_slots, plan.num_sequences);
+        if (p.head_dim <= 128) EXPECT_EQ(plan.num_slots, p.batch) << "others would follow";
         EXPECT_FALSE(plan.few || plan.between);
+        over_numbers.batch = plan.num_slots;
         expect_sound(plan.attention, over_numbers, gpu);
         return;
     }
@@ -274,7 +293,12 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
         EXPECT_EQ(stream_k.num_sequences, p.batch) << "in one launch";
         expect_sound_alone(stream_k, few, gpu);
     }
-    expect_sound(*plan.between, part(plan.few_queries + 1, plan.many_queries - 1), gpu);
+    const AttentionParams between = part(plan.few_queries + 1, plan.many_queries - 1);
+    std::visit([&](const auto& plan) { expect_sound(plan, between, gpu); }, *plan.between);
+    if (const auto* sm80 = std::get_if<cuda::Sm80Plan>(&*plan.between)) {
+        EXPECT_GT(p.head_dim, 128) << "a kernel of Hopper's reads codes";
+        EXPECT_EQ(sm80->num_splits, 1) << "what combines splits writes the rows of all sequences";
+    }
     over_numbers.batch = plan.num_slots;
     over_numbers.total_q = std::min(p.total_q, int64_t{plan.num_slots} * p.seqlen_q);
     EXPECT_TRUE(plan.sms_left == 0 || std::holds_alternative<cuda::SplitKvPlan>(*plan.few))
@@ -443,8 +467,8 @@ std::set<std::string> all_kernels() {
             cuda::Sm90Plan plan{};
             for (auto feature :
                  {cuda::Sm90Feature::none, cuda::Sm90Feature::alibi, cuda::Sm90Feature::dropout,
-                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::splits, cuda::Sm90Feature::tree,
-                  cuda::Sm90Feature::ranges, cuda::Sm90Feature::split_ranges}) {
+                  cuda::Sm90Feature::few_rows, cuda::Sm90Feature::softcap, cuda::Sm90Feature::splits,
+                  cuda::Sm90Feature::tree, cuda::Sm90Feature::ranges, cuda::Sm90Feature::split_ranges}) {
                 if (feature == cuda::Sm90Feature::few_rows &&
                     !cuda::has_few_rows(tiles.warpgroups, tiles.ctas))
                     continue;

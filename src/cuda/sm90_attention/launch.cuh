@@ -72,6 +72,9 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
     }
     if (plan.feature == Sm90Feature::sinks)
         run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::sinks>>;
+    if (plan.feature == Sm90Feature::softcap)
+        run =
+            launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::softcap>>;
     if (plan.feature == Sm90Feature::alibi)
         run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::alibi>>;
     if (plan.feature == Sm90Feature::dropout)

@@ -169,6 +169,7 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     // Over codes, one instance serves all other calls.
     if (plan.codes != Codes::none) return tiles.warpgroups == 1 ? Sm90Feature::sinks : Sm90Feature::few_rows;
     if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
+    if (p.softcap > 0.0f) return Sm90Feature::softcap;
     if (p.sinks || p.attention_chunk.divisor > 0) return Sm90Feature::sinks;
     return Sm90Feature::none;
 }
@@ -224,6 +225,7 @@ const char* name_of(Sm90Feature feature) {
         case Sm90Feature::dropout: return "dropout";
         case Sm90Feature::sinks: return "sinks";
         case Sm90Feature::few_rows: return "few_rows";
+        case Sm90Feature::softcap: return "softcap";
         case Sm90Feature::splits: return "splits";
         case Sm90Feature::beside: return "beside";
         case Sm90Feature::tree: return "tree";

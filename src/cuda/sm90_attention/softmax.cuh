@@ -104,7 +104,7 @@ template <int kKeys, int kCount, class Config>
 __device__ __forceinline__ void score_tile(float (&scores)[kCount], const ScoreTransform& transform,
                                            bool add_alibi, const Sm90Rows<Config>& rows, int32_t first_key) {
     const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
-    if (transform.has_softcap) {
+    if (Config::kMayCap && transform.has_softcap) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) scores[i] = transform(scores[i]);
     }

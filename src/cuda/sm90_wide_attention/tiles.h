@@ -39,7 +39,7 @@ struct Sm90WideConfig {
 
     static constexpr bool kAlibi = false, kSymmetricAlibi = false, kSplits = false, kBlocks = false,
                           kOwnTiles = false, kRanges = false;
-    static constexpr bool kSinksAndChunks = true;
+    static constexpr bool kSinksAndChunks = true, kMayCap = true;
     static constexpr int kFewRowTiles = 0;
 };
 

@@ -77,6 +77,7 @@ DENSE = (
     Case("chunks_long", (401,), (1399,), attention_chunk=512, num_q_heads=2, num_kv_heads=1),
     Case("softcap", (71,), (113,), softcap=5.0, q_gain=4.0),
     Case("softcap_high", (71,), (113,), softcap=50.0, num_kv_heads=1),
+    Case("softcap_near", (301,), (1021,), softcap=4.0, num_q_heads=2, num_kv_heads=1, head_dim=128),
     Case("alibi", (71,), (113,), alibi="head", num_kv_heads=2),
     Case("alibi_batch", (40, 40, 40), (90, 90, 90), alibi="batch", num_kv_heads=2),
     Case("alibi_not_causal", (47,), (83,), alibi="head", causal=False),
