@@ -202,6 +202,7 @@ inline PagedAttentionArgs random_paged(Random& random, bool batch_invariant) {
     } else if (args.shared_prefix_len == 0 && random.one_in(8)) {
         set_random_ranges(random, args, shape.batch);
     }
+    if (random.one_in(5)) args.softcap = 30.0;
     return args;
 }
 
@@ -235,6 +236,7 @@ inline AttentionArgs random_dense_or_packed(Random& random) {
     } else if (random.one_in(8)) {
         set_random_ranges(random, args, shape.batch);
     }
+    if (random.one_in(5)) args.softcap = 30.0;
     return args;
 }
 

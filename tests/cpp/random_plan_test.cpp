@@ -263,11 +263,14 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
               2 * plan.tensor_bytes / 4);
     EXPECT_GE(plan.tensor_bytes, 2 * int64_t{plan.num_slots} * plan.room * p.num_kv_heads * p.head_dim);
     EXPECT_EQ(plan.attention.codes, cuda::Codes::none);
+    over_numbers.batch = plan.num_slots;
+    over_numbers.total_q = std::min(p.total_q, int64_t{plan.num_slots} * p.seqlen_q);
     if (!plan.is_mixed()) {
         EXPECT_EQ(plan.num_slots, plan.num_sequences);
-        if (p.head_dim <= 128) EXPECT_EQ(plan.num_slots, p.batch) << "others would follow";
+        if (p.head_dim <= 128) {
+            EXPECT_EQ(plan.num_slots, p.batch) << "others would follow";
+        }
         EXPECT_FALSE(plan.few || plan.between);
-        over_numbers.batch = plan.num_slots;
         expect_sound(plan.attention, over_numbers, gpu);
         return;
     }
@@ -299,8 +302,6 @@ void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& p, cons
         EXPECT_GT(p.head_dim, 128) << "a kernel of Hopper's reads codes";
         EXPECT_EQ(sm80->num_splits, 1) << "what combines splits writes the rows of all sequences";
     }
-    over_numbers.batch = plan.num_slots;
-    over_numbers.total_q = std::min(p.total_q, int64_t{plan.num_slots} * p.seqlen_q);
     EXPECT_TRUE(plan.sms_left == 0 || std::holds_alternative<cuda::SplitKvPlan>(*plan.few))
         << "others wait for the kernel before";
     EXPECT_GE(plan.sms_left, 0);
@@ -424,6 +425,7 @@ std::set<std::string> all_kernels() {
             auto add_split_kv = [&](SplitPolicy policy, SplitKvItems items, DType dtype, size_t row) {
                 cuda::SplitKvPlan plan{};
                 plan.codes = codes;
+                plan.group_parts = 1;
                 plan.policy = policy;
                 plan.items = items;
                 add(plan, dtype, row);
@@ -438,6 +440,7 @@ std::set<std::string> all_kernels() {
             add_split_kv(SplitPolicy::fixed, SplitKvItems::short_items, dtype, row);
             cuda::StreamKPlan stream_k{};
             stream_k.codes = codes;
+            stream_k.group_parts = 1;
             add(stream_k, dtype, row);
         }
     };
