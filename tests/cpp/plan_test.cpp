@@ -342,14 +342,14 @@ TEST(Plan, BidirectionalRanges) {
     EXPECT_EQ(why_not(args, "sm90_attention"), "no instance for bidirectional_ranges has ALiBi");
     args.alibi_slopes.reset();
     args.causal = false;
-    expect("sm90_attention", "none");
+    expect("sm90_attention", "softcap");
     args.window_left = 100;
     expect("sm90_attention", "ranges");
     args.ranges_keep_window_left = true;
-    expect("sm90_attention", "none");
+    expect("sm90_attention", "softcap");
     args.bidirectional_ranges = Arrays().make(DType::int32, {2, 0, 2});
     args.causal = true;
-    expect("sm90_attention", "none");
+    expect("sm90_attention", "softcap");
     PagedAttentionArgs one = paged({4, 1024});
     one.bidirectional_ranges = Arrays().make(DType::int32, {4, 3, 2});
     EXPECT_EQ(kind_of(one), "split_kv_decode");

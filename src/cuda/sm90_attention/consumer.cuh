@@ -16,7 +16,6 @@
 #include "cuda/sm90_attention/softmax.cuh"
 #include "cuda/sm90_attention/splits.cuh"
 #include "cuda/tile/dropout.cuh"
-#include "cuda/tile/softcap.cuh"
 #include "cuda/types.h"
 
 namespace octavo::cuda {
@@ -54,7 +53,6 @@ class Sm90Consumer {
 
         Sm90Work work = take_work<Config>(shared_, work_ring_);
         while (work.batch >= 0) {
-            bool is_small = true;  // scores, beside a softcap
             const bool few_rows = is_few_rows<Config>(work.rows<Config>(plan_));
             set_scales(transform, scale, q_ring_, few_rows ? 0 : group_);
             if (few_rows) {
@@ -102,7 +100,6 @@ class Sm90Consumer {
                 ptx::wgmma_wait<0>();
                 ptx::wgmma_results(scores);
                 release_slot<Config>(shared_.k_empty, k_ring_);
-                if constexpr (Config::kSoftcap) cap_scores(scores, transform, is_small);
                 score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
                 if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
                 const bool rescale =
@@ -136,7 +133,6 @@ class Sm90Consumer {
                         if constexpr (Config::kTree) rows.full_end = min(rows.full_end, next.tree_begin(p_));
                         if (tile < 0 || !rows.see_any(tiles.start(tile), Config::kKeys)) break;
                         work = next;
-                        is_small = true;
                         softmax = Sm90Softmax(scale);
                         q_ring.advance();
                         ptx::mbarrier_wait(&shared_.q_full[q_ring.slot][group_], q_ring.parity);
@@ -152,7 +148,6 @@ class Sm90Consumer {
                     ptx::wgmma_wait<1>();
                     ptx::wgmma_results(scores);
                     release_slot<Config>(shared_.k_empty, k_ring_);
-                    if constexpr (Config::kSoftcap) cap_scores(scores, transform, is_small);
                     score_tile<Config::kKeys>(scores, transform, add_alibi, rows, tiles.start(tile));
                     if constexpr (Config::kTree) hide_by_tree(scores, rows, work, tiles.start(tile));
                     const bool rescale =

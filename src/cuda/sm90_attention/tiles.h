@@ -196,10 +196,8 @@ struct Sm90Config {
     // As a branch in those kernels, the other side cost one-sided ALiBi 3 to 5 % at head dim 64 on an H200.
     static constexpr bool kSymmetricAlibi = kFeature_ == Sm90Feature::symmetric_alibi;
     static constexpr bool kDropout = kFeature_ == Sm90Feature::dropout;
-    // A softcap has an instance that looks for scores far from the cap (cap_scores). As a branch in plain
-    // calls it spilled registers. Other instances take the way that serves all scores.
-    static constexpr bool kSoftcap = kFeature_ == Sm90Feature::softcap;
-    static constexpr bool kMayCap = kFeature_ != Sm90Feature::none && !kSoftcap;
+    // Plain calls have no code for a softcap, which has an instance of its own.
+    static constexpr bool kMayCap = kFeature_ != Sm90Feature::none;
     // Whether the kernel tests for attention sinks and chunks of positions. Nothing hides the tests between
     // two row tiles: they cost sequences of 512 tokens up to 3 %.
     static constexpr bool kSinksAndChunks = kFeature_ != Sm90Feature::none;
