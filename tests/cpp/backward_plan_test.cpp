@@ -57,6 +57,14 @@ Shape shape_of(int64_t head_dim) {
     return shape;
 }
 
+// The same with as many query heads, of which each has a KV head.
+Shape without_groups(int64_t head_dim) {
+    Shape shape = shape_of(head_dim);
+    shape.num_kv_heads *= shape.group_size;
+    shape.group_size = 1;
+    return shape;
+}
+
 TEST(BackwardPlan, HopperServesPlainCalls) {
     for (const auto& [head_dim, of_instance] : {std::pair{8, "64"},
                                                 {64, "64"},
@@ -73,15 +81,15 @@ TEST(BackwardPlan, HopperServesPlainCalls) {
             EXPECT_EQ(field(text, "head_dim"), of_instance);
         }
     }
-    const Explanation text = explain(backward_of(dense(shape_of(128))), "h200");
+    const Explanation text = explain(backward_of(dense(without_groups(128))), "h200");
     EXPECT_EQ(field(text, "num_key_tiles"), "16");
     EXPECT_EQ(field(text, "num_rows"), "2048");  // whole tiles of 64 for each sequence
-    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(256 + 2048 * 32 * (128 * 4 + 2 * 16)));
+    EXPECT_EQ(field(text, "workspace_bytes"), std::to_string(384 + 2048 * 32 * (128 * 4 + 2 * 16)));
 }
 
 TEST(BackwardPlan, HopperComputesDqApartWhereBitsAreToBeTheSame) {
     for (int64_t head_dim : {64, 128, 192, 256}) {
-        AttentionBackwardArgs args = backward_of(dense(shape_of(head_dim)));
+        AttentionBackwardArgs args = backward_of(dense(without_groups(head_dim)));
         args.deterministic = true;
         const Explanation text = explain(args, "h100");
         EXPECT_EQ(text.kernel,
@@ -159,11 +167,41 @@ TEST(BackwardPlan, ACtaAnSmTakesTilesOfKeys) {
     shape.batch = 3;
     auto ctas = [&](const char* gpu) { return field(explain(backward_of(dense(shape)), gpu), "num_ctas"); };
     EXPECT_EQ(ctas("h100"), "132");  // for 3 x 8 x 8 tiles
-    shape.batch = 1;
+    shape.batch = shape.group_size = 1;
     shape.keys = shape.queries = 128 * 3;
     EXPECT_EQ(ctas("h100"), std::to_string(3 * shape.num_kv_heads));
     shape.head_dim = 256;  // a CTA for each tile of 64 keys
     EXPECT_EQ(ctas("h100"), std::to_string(6 * shape.num_kv_heads));
+}
+
+// Where tiles of keys are few, several CTAs share the query heads of a group.
+TEST(BackwardPlan, GroupsAreDividedWhereTilesAreFew) {
+    Shape shape = shape_of(128);
+    shape.num_kv_heads = 2;
+    shape.group_size = 6;
+    shape.batch = 1;
+    shape.queries = shape.keys = 2048;
+    for (const char* gpu : {"h100", "a100"}) {
+        for (bool causal : {false, true}) {
+            AttentionBackwardArgs args = backward_of(dense(shape));
+            args.causal = causal;
+            const Explanation text = explain(args, gpu);
+            const int64_t parts = std::stoll(field(text, "group_parts"));
+            EXPECT_GT(parts, 1) << text.to_string();
+            EXPECT_EQ(6 % parts, 0);
+            EXPECT_NE(
+                text.summary.find("2 KV heads x " + std::to_string(parts) + " parts of the query heads"),
+                std::string::npos)
+                << text.summary;
+            EXPECT_NE(text.summary.find("; add_group_parts_kernel"), std::string::npos);
+        }
+    }
+    shape.batch = 64;
+    EXPECT_EQ(field(explain(backward_of(dense(shape)), "h100"), "group_parts"), "1");
+    shape.batch = 1;
+    shape.num_kv_heads = 12;
+    shape.group_size = 1;
+    EXPECT_EQ(field(explain(backward_of(dense(shape)), "h100"), "group_parts"), "1");
 }
 
 TEST(BackwardPlan, TheLastPairsAreMixedUnderACausalMask) {
@@ -416,7 +454,9 @@ TEST(BackwardPlan, LongTilesOfKeysComeFirst) {
             const cuda::TileOrder order = causal.key_order;
             const bool is_packed = static_cast<bool>(args.cu_seqlens_k);
             EXPECT_EQ(order.tiles, is_packed ? causal.num_key_tiles : causal.key_tiles) << gpu;
-            EXPECT_EQ(order.num_ctas(), int64_t{causal.num_key_tiles} * causal.num_kv_heads) << gpu;
+            EXPECT_EQ(order.num_ctas(),
+                      int64_t{causal.num_key_tiles} * causal.num_kv_heads * causal.group_parts)
+                << gpu;
             EXPECT_GT(order.mixed, 0) << gpu;
             EXPECT_LE(order.mixed, order.pairs) << gpu;
             args.deterministic = true;  // without sums, the L2 cache holds more pairs

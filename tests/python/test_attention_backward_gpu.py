@@ -56,7 +56,8 @@ def gradients(torch: Any, tensors: list[Any], options: dict[str, Any], dlse: Any
         name: x.to(device) if isinstance(x, torch.Tensor) else x
         for name, x in arrays_of(torch, options, device).items()
     }
-    out, lse = octavo.attention(q, k, v, return_lse=True, **given)
+    forward = {name: x for name, x in given.items() if name != "deterministic"}
+    out, lse = octavo.attention(q, k, v, return_lse=True, **forward)
     lse_gradient = {} if dlse is None else {"dlse": dlse.to(device)}
     asked = {"return_dalibi": "alibi_slopes" in given, "return_dsinks": "sinks" in given}
     return list(octavo.attention_backward(dout, q, k, v, out, lse, **given, **lse_gradient, **asked))
@@ -103,6 +104,36 @@ def test_symmetric_alibi(torch: Any, lengths: tuple[int, int], head_dim: int) ->
     options = {"alibi_slopes": SLOPES, "alibi_symmetric": True}
     expected = gradients(torch, [x.float() for x in tensors], options)
     check(torch, gradients(torch, [x.cuda() for x in tensors], options), expected, "bfloat16")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"alibi_slopes": [0.1] * 12}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("batch", "parts"), [(1, "some"), (96, "one")])
+def test_parts_of_groups(
+    torch: Any, batch: int, parts: str, head_dim: int, options: dict[str, Any], deterministic: bool
+) -> None:
+    """Several CTAs share the query heads of a KV head where there are few tiles of keys."""
+    num_heads = 12
+    tensors = random(
+        torch,
+        "bfloat16",
+        (batch, 140, num_heads, head_dim),
+        *[(batch, 150, 2, head_dim)] * 2,
+        (batch, 140, num_heads, head_dim),
+    )
+    options = options | {"causal": True}
+    expected = gradients(torch, [x.float() for x in tensors], options)
+    given = options | {"deterministic": deterministic}
+    found = [gradients(torch, [x.cuda() for x in tensors], given) for _ in range(2)]
+    check(torch, found[0], expected, "bfloat16")
+    if deterministic:
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    q, k, v, dout = (x.cuda() for x in tensors)
+    lse = torch.zeros(batch, 140, num_heads, device="cuda")
+    arrays = arrays_of(torch, given, "cuda")
+    plan = octavo.explain("attention_backward", dout, q, k, v, dout, lse, **arrays).plan
+    assert (plan["group_parts"] == 1) == (parts == "one")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

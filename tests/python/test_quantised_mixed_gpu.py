@@ -94,7 +94,8 @@ def test_wide_heads(torch: Any, kind: str, group_size: int, options: dict[str, A
     given["cu_seqlens_q"] = np.cumsum([0, *counts], dtype=np.int32)
     q = queries(sum(counts), num_heads, 256, "bfloat16")
     check_attention(torch, cache, q, table, lengths, **given)
-    if is_hopper(torch):
+    # With ALiBi, keys are not cut into splits, and the chunks of some have too few rows for all SMs.
+    if is_hopper(torch) and "alibi_slopes" not in options:
         check_parts(explanation(torch, cache, q, table, lengths, **given), "sm80_attention<")
 
 

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const HeadTile at = find_head_tile<Config::kRows>(plan.key_order.of(static_cast<int32_t>(blockIdx.x)),
                                                       p.cu_seqlens_k, p.batch);
     const SequenceTile tile = at.tile;
-    const int32_t kv_head = at.head;
+    const int32_t kv_head = at.head, key_head = kv_head / plan.group_parts;
     if (tile.batch < 0) return;
     const auto seq = sequence_of<kDropout, kRanges>(p, tile.batch);
     const int32_t first_key = tile.index * Config::kRows;
@@ -164,12 +164,12 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         auto is_read = [&](int32_t row) { return row < seq.see.seqlen_k && (!kDqSums || seen.needed(row)); };
         load_tile<T, Config, Config::kRows>(
             shared.k,
-            RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
+            RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + key_head * p.k_head_stride,
                         p.k_token_stride, plan.k_aligned},
             first_key, p.head_dim, is_read);
         load_tile<T, Config, Config::kRows>(
             shared.v,
-            RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
+            RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + key_head * p.v_head_stride,
                         p.v_token_stride, plan.v_aligned},
             first_key, p.head_dim_v, is_read);
         load_step(first_step, 0);

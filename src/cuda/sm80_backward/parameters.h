@@ -21,6 +21,7 @@ struct Sm80BackwardLaunch {
     SlopeParts slopes;            // one for each tile of queries
     SinkTerms sinks;              // the terms of all total_q queries
     TileOrder key_order;
+    int32_t group_parts;  // as many KV heads of the call share a head of K and V (GroupParts)
     // Sums of dQ, [num_q_heads, num_rows / queries of a tile], in a tile by warps, and as accumulators lie,
     // from sm_90 on four of a lane side by side (QuerySums::place); null where query_gradients_kernel
     // computes dQ. Dense arrays have sequence_rows rows for each sequence.

@@ -2,6 +2,7 @@
 
 #include "common/fail.h"
 #include "cuda/alignment.h"
+#include "cuda/attention_backward/group_parts.h"
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 
@@ -48,6 +49,12 @@ int32_t bound_tiles(const AttentionBackwardParams& p, const char* what, int64_t 
     return static_cast<int32_t>(count);
 }
 
+// What the tiles of a pair of sequence and KV head read of queries and gradients of the output, and add to.
+int64_t query_bytes(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan) {
+    const int64_t element_bytes = 2 * size_of(p.dtype) + (plan.sums_dq ? int64_t{sizeof(float)} : 0);
+    return int64_t{p.seqlen_q} * p.group_size() * plan.tiles().head_dim * element_bytes;
+}
+
 // Under a causal mask the first keys have most queries, so that the last pairs are mixed, for two rounds of
 // all SMs.
 TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, const Sm80BackwardPlan& plan) {
@@ -63,9 +70,7 @@ TileOrder order_key_tiles(const AttentionBackwardParams& p, const Gpu& gpu, cons
     order.tiles = static_cast<int32_t>(tiles_of_pair);
     order.pairs = tiles_of_pair > 0 ? static_cast<int32_t>(pairs) : 0;
     if (p.window_right < 0 || order.tiles == 0 || p.seqlen_q == 0) return order;
-    const int64_t element_bytes = 2 * size_of(p.dtype) + (plan.sums_dq ? int64_t{sizeof(float)} : 0);
-    const int64_t pair_bytes = int64_t{p.seqlen_q} * p.group_size() * tiles.head_dim * element_bytes;
-    order.mix(int64_t{2} * gpu.num_sms * tiles.keys.ctas_per_sm, gpu.l2_bytes, pair_bytes);
+    order.mix(int64_t{2} * gpu.num_sms * tiles.keys.ctas_per_sm, gpu.l2_bytes, query_bytes(p, plan));
     return order;
 }
 
@@ -77,7 +82,8 @@ std::string name_of(DType dtype, const Sm80BackwardTiles& tiles) {
 
 }  // namespace
 
-Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu& gpu) {
+Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& call, const Gpu& gpu) {
+    AttentionBackwardParams p = call;  // with a KV head for each part of a group
     constexpr int64_t kMaxGridY = 65535, kAlignment = 256;
     if (p.num_q_heads > kMaxGridY)
         fail<ValueError>(p.op, "num_q_heads (", p.num_q_heads, ") must be at most ", kMaxGridY, " on CUDA");
@@ -89,7 +95,7 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     plan.has_blocks = static_cast<bool>(p.block_mask);
     plan.has_ranges = static_cast<bool>(p.ranges);
     plan.num_q_heads = p.num_q_heads;
-    plan.num_kv_heads = p.num_kv_heads;
+    plan.num_kv_heads = call.num_kv_heads;
     const int32_t key_rows = plan.tiles().keys.rows(), query_rows = plan.tiles().queries.rows();
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, key_rows));
     plan.query_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_q, query_rows));
@@ -104,7 +110,6 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     plan.sequence_rows = p.cu_seqlens_q || !plan.sums_dq ? 0 : static_cast<int32_t>(sequence_rows);
     plan.num_key_tiles = bound_tiles(p, "keys", plan.key_tiles, p.total_k, key_rows);
     plan.num_query_tiles = bound_tiles(p, "queries", plan.query_tiles, p.total_q, query_rows);
-    plan.key_order = order_key_tiles(p, gpu, plan);
     plan.out_aligned =
         aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype);
     plan.q_aligned = aligned(p.q, 16, {p.q_batch_stride, p.q_token_stride, p.q_head_stride}, p.dtype);
@@ -117,6 +122,20 @@ Sm80BackwardPlan plan_sm80_backward(const AttentionBackwardParams& p, const Gpu&
     plan.dq_aligned = is_aligned(p.dq, p.dq_strides);
     plan.dk_aligned = is_aligned(p.dk, p.dk_strides);
     plan.dv_aligned = is_aligned(p.dv, p.dv_strides);
+    plan.group_parts = 1;
+    if (plan.dk_aligned && plan.dv_aligned) {
+        constexpr double kStepsOfTile = 4;
+        plan.group_parts = choose_group_parts(
+            p, gpu,
+            {plan.num_key_tiles, key_rows, queries, gpu.num_sms * plan.tiles().keys.ctas_per_sm,
+             query_bytes(p, plan), kStepsOfTile});
+    }
+    p.num_kv_heads *= plan.group_parts;
+    plan.part_bytes = 0;
+    if (plan.group_parts > 1)
+        plan.part_bytes =
+            ceil_divide(GroupParts(call, plan.group_parts).bytes(call), kAlignment) * kAlignment;
+    plan.key_order = order_key_tiles(p, gpu, plan);
     const int64_t statistics = 2 * p.total_q * p.num_q_heads * int64_t{sizeof(float)};
     plan.statistics_bytes = ceil_divide(statistics, kAlignment) * kAlignment;
     plan.slope_bytes = SlopeParts::bytes(p, plan.query_tiles);
@@ -131,6 +150,7 @@ Explanation describe(const Sm80BackwardPlan& plan) {
     text.summary =
         text_of("query_statistics_kernel; key_gradients_kernel over ", counted(plan.num_key_tiles, "tile"),
                 " of ", tiles.keys.rows(), " keys x ", counted(plan.num_kv_heads, "KV head"),
+                plan.group_parts > 1 ? text_of(" x ", plan.group_parts, " parts of the query heads") : "",
                 plan.sums_dq
                     ? "; convert_query_sums_kernel"
                     : text_of("; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",
@@ -141,33 +161,23 @@ Explanation describe(const Sm80BackwardPlan& plan) {
         text.summary += "; in the instances for bidirectional_ranges";
     else if (plan.has_dropout)
         text.summary += "; in the instances for dropout, chunks and symmetric ALiBi";
+    if (plan.group_parts > 1) text.summary += "; add_group_parts_kernel";
     if (plan.slope_bytes > 0) text.summary += "; slope_gradients_kernel";
     if (plan.sink_bytes > 0) text.summary += "; sink_gradients_kernel";
     text.file = "src/cuda/sm80_backward/key_gradients.cuh";
     text.plan = {
-        {"dtype", to_string(plan.dtype)},
-        {"head_dim", tiles.head_dim},
-        {"has_dropout", plan.has_dropout},
-        {"has_blocks", plan.has_blocks},
-        {"has_ranges", plan.has_ranges},
-        {"num_q_heads", plan.num_q_heads},
-        {"num_kv_heads", plan.num_kv_heads},
-        {"key_tile_rows", tiles.keys.rows()},
-        {"query_tile_rows", tiles.queries.rows()},
-        {"key_tiles", plan.key_tiles},
-        {"query_tiles", plan.query_tiles},
-        {"num_key_tiles", plan.num_key_tiles},
-        {"num_query_tiles", plan.num_query_tiles},
-        {"mixed_pairs", plan.key_order.mixed},
-        {"q_aligned", plan.q_aligned},
-        {"k_aligned", plan.k_aligned},
-        {"v_aligned", plan.v_aligned},
-        {"out_aligned", plan.out_aligned},
-        {"dout_aligned", plan.dout_aligned},
-        {"dq_aligned", plan.dq_aligned},
-        {"dk_aligned", plan.dk_aligned},
-        {"dv_aligned", plan.dv_aligned},
-        {"workspace_bytes", plan.workspace_bytes()},
+        {"dtype", to_string(plan.dtype)},      {"head_dim", tiles.head_dim},
+        {"has_dropout", plan.has_dropout},     {"has_blocks", plan.has_blocks},
+        {"has_ranges", plan.has_ranges},       {"num_q_heads", plan.num_q_heads},
+        {"num_kv_heads", plan.num_kv_heads},   {"group_parts", plan.group_parts},
+        {"key_tile_rows", tiles.keys.rows()},  {"query_tile_rows", tiles.queries.rows()},
+        {"key_tiles", plan.key_tiles},         {"query_tiles", plan.query_tiles},
+        {"num_key_tiles", plan.num_key_tiles}, {"num_query_tiles", plan.num_query_tiles},
+        {"mixed_pairs", plan.key_order.mixed}, {"q_aligned", plan.q_aligned},
+        {"k_aligned", plan.k_aligned},         {"v_aligned", plan.v_aligned},
+        {"out_aligned", plan.out_aligned},     {"dout_aligned", plan.dout_aligned},
+        {"dq_aligned", plan.dq_aligned},       {"dk_aligned", plan.dk_aligned},
+        {"dv_aligned", plan.dv_aligned},       {"workspace_bytes", plan.workspace_bytes()},
     };
     text.plan.emplace_back("sums_dq", plan.sums_dq);
     if (plan.sums_dq) text.plan.emplace_back("num_rows", plan.num_rows);

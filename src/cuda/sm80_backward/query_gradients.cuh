@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
     const int32_t first_query = tile_index * Config::kRows;
     const int32_t num_queries = min(seq.seqlen_q - first_query, Config::kRows);
     if (num_queries <= 0) return;
-    const int32_t head = blockIdx.y, kv_head = head / p.group_size();
+    const int32_t head = blockIdx.y, key_head = head / p.group_size() / plan.group_parts;
     const KeyTiles tiles(seq.see, seq.q_pos(first_query), seq.q_pos(first_query + num_queries - 1), kKeys);
     const int64_t first_q_row = p.first_token(tile.batch);
 
@@ -59,12 +59,12 @@ __global__ void __launch_bounds__(Config::kThreads, kCtasPerSm)
         auto is_read = [&](int32_t key) { return tiles.needed(key); };
         load_tile<T, Config, kKeys>(
             shared.k[stage],
-            RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + kv_head * p.k_head_stride,
+            RowArray<T>{static_cast<const T*>(p.k) + seq.k_begin + key_head * p.k_head_stride,
                         p.k_token_stride, plan.k_aligned},
             first, p.head_dim, is_read);
         load_tile<T, Config, kKeys>(
             shared.v[stage],
-            RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + kv_head * p.v_head_stride,
+            RowArray<T>{static_cast<const T*>(p.v) + seq.v_begin + key_head * p.v_head_stride,
                         p.v_token_stride, plan.v_aligned},
             first, p.head_dim_v, is_read);
     };

@@ -1,3 +1,4 @@
+#include "cuda/attention_backward/group_parts.h"
 #include "cuda/attention_backward/run.h"
 #include "cuda/runtime.h"
 #include "cuda/sm80_backward/parameters.h"
@@ -34,6 +35,10 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream);
     Sm80BackwardLaunch arguments{};
     char* next = workspace.bytes();
+    char* const parts = std::exchange(next, next + plan.part_bytes);
+    const AttentionBackwardParams divided =
+        plan.group_parts > 1 ? GroupParts(p, plan.group_parts).divide(p, parts) : p;
+    arguments.group_parts = plan.group_parts;
     auto take = [&](int64_t bytes) { return reinterpret_cast<float*>(std::exchange(next, next + bytes)); };
     arguments.statistics = reinterpret_cast<QueryStatistics*>(take(plan.statistics_bytes));
     float* const dq_sums = take(plan.dq_bytes());
@@ -58,7 +63,8 @@ void run(const AttentionBackwardParams& p, const Sm80BackwardPlan& plan, cudaStr
     arguments.dk_aligned = plan.dk_aligned;
     arguments.dv_aligned = plan.dv_aligned;
     const auto& launches = plan.dtype == DType::float16 ? kLaunchFloat16 : kLaunchBfloat16;
-    launches[plan.row](p, plan, arguments, stream);
+    launches[plan.row](divided, plan, arguments, stream);
+    if (plan.group_parts > 1) launch_add_group_parts(p, divided, stream);
 }
 
 }  // namespace octavo::cuda

@@ -25,15 +25,15 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
                                               Sm90TileCount at, Sm90BackwardShared<Config>& shared) {
     const bool leads = !Config::kBlocks || threadIdx.x % 32 == 0;
     constexpr uint32_t kLoadingLanes = Config::kBlocks ? (1u << 2 * Config::kParts) - 1 : 1;
+    const int32_t key_head = work.kv_head / plan.group_parts;
     auto load_keys = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full) {
         const int32_t seqlen_k = work.seq.see.seqlen_k;
         ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
 #pragma unroll
         for (int block = 0; block < Config::kColumnBlocks; ++block) {
             ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full, ptx::kEvictFirst,
-                          Config::kBlockColumns * block, work.kv_head,
-                          plan.k_edge - seqlen_k + work.first_key, work.k_begin + seqlen_k,
-                          p.cu_seqlens_k ? 0 : work.batch);
+                          Config::kBlockColumns * block, key_head, plan.k_edge - seqlen_k + work.first_key,
+                          work.k_begin + seqlen_k, p.cu_seqlens_k ? 0 : work.batch);
         }
     };
     auto load_columns = [&](unsigned char* tile, const CUtensorMap& map, uint64_t* full, int first_block,
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_key_tile(const AttentionBackwardParams& p,
 #pragma unroll
         for (int block = 0; block < blocks; ++block) {
             ptx::tma_load(tile + block * Config::kKeyBlockBytes, &map, full,
-                          Config::kBlockColumns * (first_block + block), work.kv_head,
+                          Config::kBlockColumns * (first_block + block), key_head,
                           plan.k_edge - seqlen_k + first_key, work.k_begin + seqlen_k,
                           p.cu_seqlens_k ? 0 : work.batch);
         }

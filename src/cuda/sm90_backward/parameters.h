@@ -20,6 +20,7 @@ struct Sm90BackwardLaunch {
     CUtensorMap q, dout, k, v, dk, dv;
     CUtensorMap dq;  // unset where dQ is summed
     int32_t q_edge, k_edge;
+    int32_t group_parts;    // as many KV heads of the call share a head of K and V (GroupParts)
     TileOrder key_order;    // tiles of keys, for each sequence and KV head
     TileOrder query_order;  // where dQ has a kernel of its own: tiles of queries, for each query head
     // Rows of queries in workspace: whole tiles for each sequence.

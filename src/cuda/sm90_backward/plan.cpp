@@ -1,6 +1,7 @@
 #include "cuda/sm90_backward/plan.h"
 
 #include "cuda/alignment.h"
+#include "cuda/attention_backward/group_parts.h"
 #include "cuda/attention_backward/sink_terms.h"
 #include "cuda/attention_backward/slope_parts.h"
 #include "cuda/sm90_attention/operands.h"
@@ -144,8 +145,9 @@ AttentionParams with_gradients(const AttentionBackwardParams& p) {
     return with;
 }
 
-std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& p, const Gpu& gpu,
+std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams& call, const Gpu& gpu,
                                                    std::string* why_not, bool in_turns_even_if_short) {
+    AttentionBackwardParams p = call;  // with a KV head for each part of a group
     if (!gpu.has_sm90_kernels) return refuse(why_not, "the GPU or the build has no sm_90a kernels");
     if (ceil_divide(p.head_dim, kSm90BlockColumns) != ceil_divide(p.head_dim_v, kSm90BlockColumns)) {
         return refuse(why_not,
@@ -170,21 +172,29 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                    : alibi             ? Sm90BackwardFeature::alibi
                    : blocks            ? Sm90BackwardFeature::blocks
                                        : Sm90BackwardFeature::none;
-    if (p.deterministic && plan.feature == Sm90BackwardFeature::none) {
-        plan.row = find_tiles(p, false, Sm90BackwardFeature::ordered);
-        if (plan.row >= 0) {
-            if (const auto turns = find_turns(p, gpu, plan.tiles(), in_turns_even_if_short)) {
-                plan.feature = Sm90BackwardFeature::ordered;
-                plan.turn_order = *turns;
-            }
-        }
-    }
-    if (plan.feature != Sm90BackwardFeature::ordered) plan.row = find_tiles(p, p.deterministic, plan.feature);
+    plan.row = find_tiles(p, p.deterministic, plan.feature);
     if (plan.row < 0)
         return refuse(why_not, "no deterministic instance, and none of head_dim above 128, has ",
                       to_string(plan.feature));
+    constexpr double kStepsOfTile = 4, kStepsOfTileWithRoles = 12;
+    plan.group_parts = choose_group_parts(
+        p, gpu,
+        {count_key_tiles(p, plan.tiles()), plan.tiles().cluster_keys(), plan.tiles().queries,
+         gpu.num_sms / plan.tiles().ctas(), query_bytes(p, plan.tiles()),
+         plan.tiles().roles ? kStepsOfTileWithRoles : kStepsOfTile});
+    p.num_kv_heads *= plan.group_parts;
+    if (p.deterministic && plan.feature == Sm90BackwardFeature::none) {
+        const int32_t row = find_tiles(p, false, Sm90BackwardFeature::ordered);
+        const auto turns =
+            row < 0 ? std::nullopt : find_turns(p, gpu, kSm90BackwardTiles[row], in_turns_even_if_short);
+        if (turns) {
+            plan.row = row;
+            plan.feature = Sm90BackwardFeature::ordered;
+            plan.turn_order = *turns;
+        }
+    }
     const Sm90BackwardTiles& tiles = plan.tiles();
-    plan.num_kv_heads = p.num_kv_heads;
+    plan.num_kv_heads = call.num_kv_heads;
     plan.num_q_heads = p.num_q_heads;
     plan.key_tiles = static_cast<int32_t>(ceil_divide(p.seqlen_k, tiles.cluster_keys()));
     const int64_t num_key_tiles = count_key_tiles(p, tiles);
@@ -217,7 +227,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
                                       int64_t{p.seqlen_k} * tiles.head_dim * 2 * size_of(p.dtype), true, 1);
     }
     plan.sequence_rows = p.cu_seqlens_q ? 0 : static_cast<int32_t>(sequence_rows);
-    const Sm90Operands operands(p), gradients(with_gradients(p));
+    const Sm90Operands operands(call), gradients(with_gradients(call));
     const std::pair<const char*, const Sm90Operand*> arrays[] = {
         {"q", &operands.q},   {"k", &operands.k},   {"v", &operands.v},     {"dout", &gradients.q},
         {"dk", &gradients.k}, {"dv", &gradients.v}, {"dq", &gradients.out},
@@ -230,6 +240,7 @@ std::optional<Sm90BackwardPlan> plan_sm90_backward(const AttentionBackwardParams
     if (!aligned(p.out, 16, {p.out_batch_stride, p.out_token_stride, p.out_head_stride}, p.dtype))
         return refuse(why_not, "rows of out do not start on 16 bytes");
     plan.dq_aligned = aligned(p.dq, 16, {p.dq_strides.batch, p.dq_strides.token, p.dq_strides.head}, p.dtype);
+    plan.part_bytes = plan.group_parts > 1 ? GroupParts(call, plan.group_parts).bytes(call) : 0;
     plan.slope_bytes = SlopeParts::bytes(p, plan.slope_parts());
     plan.sink_bytes = SinkTerms::bytes(p, plan.num_rows);
     return plan;
@@ -239,28 +250,26 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     const Sm90BackwardTiles& tiles = plan.tiles();
     Explanation text;
     text.kernel = name_of(plan.dtype, tiles, plan.feature);
-    text.summary = text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.cluster_keys(), " keys x ",
-                           counted(plan.num_kv_heads, "KV head"), ", behind prepare_backward_kernel",
-                           tiles.dq_apart()                       ? "; sm90_query_gradients_kernel"
-                           : converts_beside(tiles, plan.feature) ? ""
-                                                                  : "; convert_dq_kernel",
-                           plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "",
-                           plan.sink_bytes > 0 ? "; sink_gradients_kernel" : "");
+    text.summary =
+        text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.cluster_keys(), " keys x ",
+                counted(plan.num_kv_heads, "KV head"),
+                plan.group_parts > 1 ? text_of(" x ", plan.group_parts, " parts of the query heads") : "",
+                ", behind prepare_backward_kernel",
+                tiles.dq_apart()                       ? "; sm90_query_gradients_kernel"
+                : converts_beside(tiles, plan.feature) ? ""
+                                                       : "; convert_dq_kernel",
+                plan.group_parts > 1 ? "; add_group_parts_kernel" : "",
+                plan.slope_bytes > 0 ? "; slope_gradients_kernel" : "",
+                plan.sink_bytes > 0 ? "; sink_gradients_kernel" : "");
     text.file = "src/cuda/sm90_backward/kernel.cuh";
     text.plan = {
-        {"dtype", to_string(plan.dtype)},
-        {"head_dim", tiles.head_dim},
-        {"feature", to_string(plan.feature)},
-        {"num_kv_heads", plan.num_kv_heads},
-        {"num_q_heads", plan.num_q_heads},
-        {"key_tiles", plan.key_tiles},
-        {"num_key_tiles", plan.num_key_tiles},
-        {"mixed_pairs", plan.key_order.mixed},
-        {"num_ctas", plan.num_ctas},
-        {"sequence_rows", plan.sequence_rows},
-        {"num_rows", plan.num_rows},
-        {"dq_aligned", plan.dq_aligned},
-        {"workspace_bytes", plan.workspace_bytes()},
+        {"dtype", to_string(plan.dtype)},      {"head_dim", tiles.head_dim},
+        {"feature", to_string(plan.feature)},  {"num_kv_heads", plan.num_kv_heads},
+        {"num_q_heads", plan.num_q_heads},     {"group_parts", plan.group_parts},
+        {"key_tiles", plan.key_tiles},         {"num_key_tiles", plan.num_key_tiles},
+        {"mixed_pairs", plan.key_order.mixed}, {"num_ctas", plan.num_ctas},
+        {"sequence_rows", plan.sequence_rows}, {"num_rows", plan.num_rows},
+        {"dq_aligned", plan.dq_aligned},       {"workspace_bytes", plan.workspace_bytes()},
     };
     if (tiles.dq_apart()) {
         text.plan.emplace_back("num_query_tiles", plan.num_query_tiles);

@@ -19,7 +19,8 @@ struct Sm90BackwardPlan {
     int32_t row;  // a row of kSm90BackwardTiles: with dtype and feature, the instance
     Sm90BackwardFeature feature;
     int32_t num_kv_heads, num_q_heads;
-    int32_t num_sequence_heads;  // sequences x KV heads
+    int32_t group_parts;         // of the query heads of a KV head (GroupParts): CTAs for each tile of keys
+    int32_t num_sequence_heads;  // sequences x KV heads x group_parts
     int32_t key_tiles;           // tiles of the longest sequence
     int32_t num_key_tiles;       // over the batch; a bound where it is packed
     int32_t num_query_tiles;     // the same of queries where dQ has a kernel of its own; otherwise 0
@@ -29,7 +30,7 @@ struct Sm90BackwardPlan {
     int32_t sequence_rows;  // dense: the rows of workspace of each sequence
     int64_t num_rows;       // rows of the workspace, for each head
     bool dq_aligned;
-    int64_t slope_bytes, sink_bytes, turn_bytes;
+    int64_t part_bytes, slope_bytes, sink_bytes, turn_bytes;
 
     const Sm90BackwardTiles& tiles() const { return kSm90BackwardTiles[row]; }
     int64_t delta_bytes() const { return num_q_heads * num_rows * 16; }
@@ -47,8 +48,8 @@ struct Sm90BackwardPlan {
     int64_t counter_bytes() const { return (num_counters() * 4 + 127) / 128 * 128; }
     // In this order.
     int64_t workspace_bytes() const {
-        return counter_bytes() + lse_bytes() + delta_bytes() + dq_bytes() + slope_bytes + sink_bytes +
-               turn_bytes;
+        return counter_bytes() + part_bytes + lse_bytes() + delta_bytes() + dq_bytes() + slope_bytes +
+               sink_bytes + turn_bytes;
     }
 };
 

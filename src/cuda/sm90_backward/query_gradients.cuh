@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_query_tile(const AttentionBackwardParams& p
                                                 const Sm90QueryTile<Config>& tile,
                                                 Sm90QueryGradientsShared<Config>& shared) {
     using Shared = Sm90QueryGradientsShared<Config>;
-    const int32_t head = tile.head, kv_head = head / p.group_size();
+    const int32_t head = tile.head, key_head = head / p.group_size() / plan.group_parts;
     const int32_t q_outer = query_outer(p, p.q_batch_stride, tile.batch);
     const int32_t dout_outer = query_outer(p, p.dout_strides.batch, tile.batch);
     const int32_t k_outer = p.cu_seqlens_k ? 0 : tile.batch;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void load_query_tile(const AttentionBackwardParams& p
             ptx::mbarrier_arrive_expect(full, Config::kKeyTileBytes);
 #pragma unroll
             for (int block = 0; block < Config::kColumnBlocks; ++block) {
-                ptx::tma_load(to + block * Config::kKeyBlockBytes, &map, full, 64 * block, kv_head, place,
+                ptx::tma_load(to + block * Config::kKeyBlockBytes, &map, full, 64 * block, key_head, place,
                               shift, k_outer);
             }
         };

@@ -1,4 +1,5 @@
 #include "common/score.h"
+#include "cuda/attention_backward/group_parts.h"
 #include "cuda/attention_backward/run.h"
 #include "cuda/sm90_attention/operand_map.h"
 #include "cuda/sm90_backward/parameters.h"
@@ -42,8 +43,14 @@ using Indices = std::make_index_sequence<
 void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStream_t stream) {
     const Workspace workspace(p.device.index, plan.workspace_bytes(), stream);
     const Sm90BackwardTiles& tiles = plan.tiles();
+    char* next = workspace.bytes();
+    auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
+    int32_t* const counters = reinterpret_cast<int32_t*>(take(plan.counter_bytes()));
+    char* const parts = take(plan.part_bytes);
+    const AttentionBackwardParams divided =
+        plan.group_parts > 1 ? GroupParts(p, plan.group_parts).divide(p, parts) : p;
     Sm90BackwardLaunch arguments{};
-    const Sm90Operands operands(p), gradients(with_gradients(p));
+    const Sm90Operands operands(p), gradients(with_gradients(divided));
     const int queries = part_queries(tiles, plan.feature), columns = tiles.block_columns();
     arguments.q = map_of(operands.q, p.head_dim, 1, queries, columns);
     arguments.dout = map_of(gradients.q, p.head_dim_v, 1, queries, columns);
@@ -53,6 +60,7 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.dv = map_of(gradients.v, p.head_dim_v, 1, tiles.keys(), columns);
     arguments.q_edge = operands.q.edge;
     arguments.k_edge = operands.k.edge;
+    arguments.group_parts = plan.group_parts;
     arguments.key_order = plan.key_order;
     arguments.query_order = plan.query_order;
     arguments.turn_order = plan.turn_order;
@@ -62,9 +70,7 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     arguments.num_rows = plan.num_rows;
     arguments.num_tiles = static_cast<int32_t>(plan.num_rows / tiles.queries);
     arguments.scale_log2 = p.softmax_scale * kLog2e;
-    char* next = workspace.bytes();
-    auto take = [&](int64_t bytes) { return std::exchange(next, next + bytes); };
-    arguments.tiles_taken = reinterpret_cast<int32_t*>(take(plan.counter_bytes()));
+    arguments.tiles_taken = counters;
     arguments.sums = {arguments.tiles_taken + FinishedCounts::kPartsTaken,
                       arguments.tiles_taken + FinishedCounts::kKeyTiles};
     arguments.num_counters = static_cast<int32_t>(plan.num_counters());
@@ -80,7 +86,8 @@ void run(const AttentionBackwardParams& p, const Sm90BackwardPlan& plan, cudaStr
     static constexpr auto kFloat16 = launches<float16>(Indices{});
     static constexpr auto kBfloat16 = launches<bfloat16>(Indices{});
     const size_t index = plan.row * std::size(kSm90BackwardFeatures) + static_cast<size_t>(plan.feature);
-    (plan.dtype == DType::float16 ? kFloat16 : kBfloat16).at(index)(p, plan, arguments, stream);
+    (plan.dtype == DType::float16 ? kFloat16 : kBfloat16).at(index)(divided, plan, arguments, stream);
+    if (plan.group_parts > 1) launch_add_group_parts(p, divided, stream);
 }
 
 }  // namespace octavo::cuda
