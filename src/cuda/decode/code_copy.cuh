@@ -38,8 +38,7 @@ class CodeCopier : public QueryRowCopier<T, Config> {
 
     // Returns the head of the pages, since keys, values and scales each have a stride of their own for it.
     __device__ uint32_t head_offset(int32_t kv_head) const {
-        constexpr bool kParts = takes_group_parts(Config::kHeadDim);
-        return kParts ? layout_.group_parts.quotient(kv_head) : kv_head;
+        return Config::kHeadDim > kHeadDimWithoutParts ? layout_.group_parts.quotient(kv_head) : kv_head;
     }
     __device__ Place place(uint32_t page_id, int32_t slot, uint32_t head_offset, bool is_whole) const {
         return {page_id, slot, static_cast<int32_t>(head_offset), is_whole};

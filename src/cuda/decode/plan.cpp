@@ -183,7 +183,7 @@ std::optional<Instance> choose_instance(const AttentionParams& p, const Gpu& gpu
 int32_t group_parts_of(const AttentionParams& p) {
     constexpr int32_t kMostParts = 8;  // each of which reads all keys, all but one of them from the L2 cache
     const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
-    if (!is_code(p.k_dtype) || p.chosen_pages || !takes_group_parts(head_dim)) return 1;
+    if (!is_code(p.k_dtype) || p.chosen_pages || head_dim <= kHeadDimWithoutParts) return 1;
     int32_t most_rows = 0;
     for (const DecodeTiles& tiles : kDecodeTiles) {
         if (tiles.has_codes && tiles.head_dim >= head_dim) most_rows = std::max(most_rows, tiles.rows());

@@ -39,9 +39,9 @@ constexpr DecodeTiles kDecodeTiles[] = {
     {512, 1, false},
 };
 
-// Whether instances for codes take calls in which several KV heads share a head of the pages
+// Instances for codes up to this head dim take no calls in which several KV heads share a head of the pages
 // (with_group_parts).
-constexpr bool takes_group_parts(int head_dim) { return head_dim > 128; }
+constexpr int kHeadDimWithoutParts = 128;
 constexpr int decode_warps(int head_dim, int row_tiles) { return row_tiles == 1 && head_dim <= 128 ? 8 : 4; }
 
 // The constants that both kernels share. kFourRows: an item has no more than four rows, and lanes share their
