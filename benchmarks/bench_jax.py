@@ -93,7 +93,7 @@ def expected(q: jax.Array, pages: jax.Array, table: np.ndarray, length: int) -> 
     used = jnp.asarray(table[0, : -(-length // PAGE_SIZE)])
     kv = np.array(pages[used], np.float64).reshape(-1, NUM_KV_HEADS, HEAD_DIM)[:length]
     sees_all = np.ones((1, length), bool)
-    out, _ = oracle.attend(np.array(q[:1], np.float64), kv, kv, sees_all, HEAD_DIM**-0.5, 0.0, None)
+    out, *_ = oracle.attend(np.array(q[:1], np.float64), kv, kv, sees_all, HEAD_DIM**-0.5, 0.0, None)
     return out[0]
 
 

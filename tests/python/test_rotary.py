@@ -252,11 +252,11 @@ def test_scales_of_caches_of_floats(target: Target, head_dim: int) -> None:
     table, num_pages = problems.make_page_table(case)
     cache = MutableCache.make(target, case, num_pages, "contiguous")
     new = target.array(problem.k), target.array(problem.v)
-    scales = {"k_scale": 0.3, "v_scale": -2.0}
+    scales = {"k_scale": 0.3, "v_scale": 2.0}
     cu_seqlens, tables = problems.cumulative(case.seqlens_q), problem.tables(target, "float32")
     q_out = cache.append(case, table, *new, cu_seqlens, q=target.array(problem.q), **scales, **tables)
     keys = oracle.round_to(problem.rotated_k / np.float32(0.3), target.dtype)
-    cache.check_append(case, table, keys, problem.v / -2.0)
+    cache.check_append(case, table, keys, problem.v / 2.0)
     np.testing.assert_array_equal(
         target.library.to_float64(q_out), oracle.round_to(problem.rotated_q, target.dtype)
     )

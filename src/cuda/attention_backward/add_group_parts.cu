@@ -1,7 +1,7 @@
 // Adds up dK and dV of the parts of a group's query heads.
 //
 // grid: x runs over pieces of 16 bytes, y is 0 for dK and 1 for dV.
-#include "cuda/attention_backward/group_parts.h"
+#include "cuda/attention_backward/run.h"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/types.h"

@@ -8,8 +8,6 @@
 #include "cuda/gpu.h"
 #include "params/attention_backward_params.h"
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 namespace octavo::cuda {
@@ -56,10 +54,5 @@ class GroupParts {
     const int32_t heads_;
     const int64_t dk_bytes_;
 };
-
-// Launches the kernel that adds up dK and dV of the parts, behind the kernels that compute them. `params`:
-// the call itself, whose rows of dK and dV have to start on 16 bytes.
-void launch_add_group_parts(const AttentionBackwardParams& params, const AttentionBackwardParams& divided,
-                            cudaStream_t stream);
 
 }  // namespace octavo::cuda

@@ -18,4 +18,9 @@ void run(const AttentionBackwardParams& params, const Sm90BackwardPlan& plan, cu
 void launch_sink_gradients(const AttentionBackwardParams& params, const SinkTerms& sinks,
                            cudaStream_t stream);
 
+// Launches the kernel that adds up dK and dV of the parts, behind the kernels that compute them. `params`:
+// the call itself, whose rows of dK and dV have to start on 16 bytes.
+void launch_add_group_parts(const AttentionBackwardParams& params, const AttentionBackwardParams& divided,
+                            cudaStream_t stream);
+
 }  // namespace octavo::cuda
