@@ -3,6 +3,7 @@
 // grid: x runs over pieces of 16 bytes, y is 0 for dK and 1 for dV.
 #include "cuda/attention_backward/run.h"
 #include "cuda/launch.cuh"
+#include "cuda/plan.h"
 #include "cuda/ptx/grid_dependency.h"
 #include "cuda/types.h"
 
@@ -71,8 +72,7 @@ void launch_add_group_parts(const AttentionBackwardParams& p, const AttentionBac
         int64_t{sequences} * tokens * p.num_kv_heads * (std::max(p.head_dim, p.head_dim_v) / kPiece);
     constexpr int64_t kMostBlocks = 1 << 20;  // more work goes round
     const LaunchShape shape{
-        dim3(static_cast<unsigned>(std::clamp<int64_t>((pieces + kThreads - 1) / kThreads, 1, kMostBlocks)),
-             2),
+        dim3(static_cast<unsigned>(std::clamp<int64_t>(ceil_divide(pieces, kThreads), 1, kMostBlocks)), 2),
         kThreads, true};
     const int32_t parts = divided.num_kv_heads / p.num_kv_heads;
     if (p.dtype == DType::float16) {

@@ -10,6 +10,8 @@ namespace {
 
 // A step is the work for one tile of queries. What it takes to add up parts was fitted to times on an H200.
 constexpr double kStepsToAdd = 2, kStepsToAddKeys = 1.0 / 512;
+// More parts have to take less than this part of the time, since the estimate is coarse.
+constexpr double kMostTime = 0.97;
 
 // How long a launch takes, in steps.
 class LaunchTime {
@@ -65,7 +67,7 @@ int32_t choose_group_parts(const AttentionBackwardParams& p, const Gpu& gpu, con
     const LaunchTime time(p, gpu, shape);
     int32_t best = 1;
     for (int32_t parts = 2; parts <= group; ++parts) {
-        if (group % parts == 0 && time.of(parts) < 0.97 * time.of(best)) best = parts;
+        if (group % parts == 0 && time.of(parts) < kMostTime * time.of(best)) best = parts;
     }
     return best;
 }
