@@ -15,9 +15,6 @@ class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
         call_.with_alibi = random_.one_in(4);
     }
 
-    // Elements of a token.
-    int64_t row() const { return num_q_heads_ * head_dim_; }
-
     Random random_{GetParam()};
     const DType dtype_ = random_.pick({DType::float16, DType::bfloat16});
     const int64_t num_kv_heads_ = random_.pick({2, 3});
@@ -39,40 +36,6 @@ TEST_P(CudaPrefillTest, AgreesWithTheCpu) {
 
 class CudaPrefillBitsTest : public CudaPrefillTest {};
 
-// Whatever the lengths of its neighbours, and wherever it stands, as long as their number, the total and the
-// bounds stay.
-TEST_P(CudaPrefillBitsTest, DoNotDependOnNeighbours) {
-    const int64_t batch = call_.batch, pages = cache_.max_pages;
-    std::vector<int32_t> lengths_q;
-    Cache turned = cache_;
-    std::vector<uint16_t> q;
-    for (int64_t b = 0; b < batch; ++b) {
-        const int64_t from = batch - 1 - b;
-        lengths_q.push_back(lengths_q_[from]);
-        turned.lengths[b] = from % 2 == 0 ? lengths_k_[from] : lengths_q_[from];
-        std::copy_n(cache_.table.begin() + from * pages, pages, turned.table.begin() + b * pages);
-        const auto tokens = call_.q.host.begin();
-        q.insert(q.end(), tokens + call_.begins[from] * row(), tokens + call_.begins[from + 1] * row());
-    }
-    PagedCall other(random_, turned, lengths_q, num_q_heads_, dtype_);
-    other.q.upload(q);
-    other.options = call_.options;
-    other.with_alibi = call_.with_alibi;
-    other.with_sinks = call_.with_sinks;
-    call_.run_on_gpu();
-    other.run_on_gpu();
-    const PagedCall::Results results = call_.fetch(), others = other.fetch();
-    for (int64_t b = 0; b < batch; b += 2) {
-        auto same = [&](const auto& values, const auto& turned_values, int64_t width) {
-            const auto at = values.begin() + call_.begins[b] * width;
-            return std::equal(at, at + lengths_q_[b] * width,
-                              turned_values.begin() + other.begins[batch - 1 - b] * width);
-        };
-        ASSERT_TRUE(same(results.out, others.out, row())) << "sequence " << b;
-        ASSERT_TRUE(same(results.lse, others.lse, num_q_heads_)) << "sequence " << b;
-    }
-}
-
 // Every sequence alone has the bits that it has in the batch.
 TEST_P(CudaPrefillBitsTest, BatchInvariant) {
     call_.options.batch_invariant = true;
@@ -87,7 +50,7 @@ TEST_P(CudaPrefillBitsTest, BatchInvariant) {
 bool has_work_for_half_of_the_sms(const PagedCall& call) {
     constexpr int64_t kMostRows = 4 * cuda::kSm90GroupRows;  // of a row tile of one CTA
     const int64_t row_tiles = cuda::ceil_divide(call.total_q() * call.num_q_heads, kMostRows);
-    return 2 * row_tiles * cuda::kMaxSm90Splits > num_sms();
+    return 2 * row_tiles * cuda::kMaxEvenSm90Splits > num_sms();
 }
 
 // On the GPUs whose number of SMs the lengths below have been made for.
@@ -205,6 +168,88 @@ TEST(CudaPrefillSplits, ReplayWithOtherLengths) {
     }
 }
 
+// A few long sequences among many short ones: the keys of their row tiles alone are shared out.
+class CudaPrefillByLengthTest : public ::testing::TestWithParam<unsigned> {
+  protected:
+    Random random_{GetParam()};
+    const int64_t head_dim_ = random_.pick({64, 96, 128, 128, 192, 256});
+    const int64_t group_size_ = random_.pick({1, 3, 4, 5, 6, 8, 16});
+    const int64_t num_kv_heads_ = group_size_ == 16 ? 1 : random_.pick({1, 2, 3});
+};
+
+TEST_P(CudaPrefillByLengthTest, AgreesWithTheCpu) {
+    // With 33 rows there is a row tile of many rows.
+    std::vector<int32_t> lengths_q{random_.pick({1, 2, 5, 33, 130}), 33, 1};
+    std::vector<int32_t> lengths_k{random_.pick({3000, 6001, 9000}), 1, random_.pick({5, 4500})};
+    for (int32_t i = random_.pick({5, 31, 40, 70}); i > 0; --i) {
+        lengths_q.push_back(random_.pick({0, 1, 1, 1, 2, 4, 17, 70}));
+        lengths_k.push_back(random_.pick({0, 1, 16, 130}));
+    }
+    for (size_t b = 0; b < lengths_q.size(); ++b) lengths_k[b] += lengths_k[b] > 0 ? lengths_q[b] : 0;
+    std::swap(lengths_q[0], lengths_q.back());  // not always the first sequence
+    std::swap(lengths_k[0], lengths_k.back());
+    const DType dtype = random_.pick({DType::float16, DType::bfloat16});
+    Cache cache(random_, lengths_k, random_.pick({8, 16, 24, 256}), num_kv_heads_, head_dim_, dtype);
+    PagedCall call(random_, cache, lengths_q, num_kv_heads_ * group_size_, dtype);
+    pick_masks(random_, call.options);
+    call.options.max_seqlen_q = random_.pick({130, 257});
+    call.with_lse = !random_.one_in(4);
+    if (random_.one_in(3)) call.pick_prefix_lens(random_);
+    // With a window, lengths make less of a difference.
+    const bool sees_all = call.options.window_left < 0 && call.options.attention_chunk == 0;
+    if (sees_all && is_hopper() && kind_of(call.explained()) == "sm90_attention") {
+        EXPECT_EQ(field(call.explained(), "by_length"), "true");
+    }
+    call.run_on_cpu();
+    call.expect_right(paged_attention);
+}
+
+// One query for each sequence, which needs no packed queries.
+TEST_P(CudaPrefillByLengthTest, OfManyHeads) {
+    std::vector<int32_t> lengths{random_.pick({5000, 9001})};
+    for (int32_t i = random_.pick({12, 40, 70}); i > 0; --i)
+        lengths.push_back(random_.pick({0, 1, 16, 130, 300}));
+    std::shuffle(lengths.begin(), lengths.end(), random_.engine());
+    Cache cache(random_, lengths, 16, num_kv_heads_, head_dim_, DType::bfloat16);
+    PagedCall call(random_, cache, 1, num_kv_heads_ * random_.pick({24, 48}), DType::bfloat16);
+    if (is_hopper() && kind_of(call.explained()) == "sm90_attention") {
+        EXPECT_EQ(field(call.explained(), "by_length"), "true");
+    }
+    call.run_on_cpu();
+    call.expect_right(paged_attention);
+}
+
+// Lengths that are unlike, alike and zero, in the same arrays and workspace. Twice the same bits.
+TEST(CudaPrefillByLength, WithOtherLengths) {
+    const std::vector<int32_t> lengths_q{70, 1, 1, 33, 4, 1, 17, 1};
+    const std::vector<int32_t> lengths_k[] = {
+        {90, 8000, 20, 40, 5, 6, 30, 9},  {8000, 8000, 8000, 8000, 8000, 8000, 8000, 8000},
+        {70, 1, 1, 8000, 8000, 1, 17, 1}, {8000, 1, 7000, 0, 4, 0, 17, 1},
+        {0, 0, 0, 0, 0, 0, 0, 0},         {70, 1, 1, 33, 4, 1, 17, 1}};
+    for (const int64_t head_dim : {64, 96, 128, 192, 256}) {
+        SCOPED_TRACE(head_dim);
+        Random random(head_dim);
+        Cache cache(random, lengths_k[1], 16, 2, head_dim, DType::bfloat16);
+        cache.widen(2 * cache.max_pages);  // room in the table says that lengths are unlike
+        PagedCall call(random, cache, lengths_q, 12, DType::bfloat16);
+        call.options.max_seqlen_q = 70;
+        if (is_hopper()) {
+            EXPECT_EQ(field(call.explained(), "by_length"), "true");
+        }
+        for (const std::vector<int32_t>& lengths : lengths_k) {
+            call.lengths.set(lengths);
+            call.poison_outputs();
+            call.run_on_gpu();
+            call.expect_what_the_cpu_gives();
+            if (HasFatalFailure()) return;
+            const PagedCall::Results first = call.fetch();
+            call.poison_outputs();
+            call.run_on_gpu();
+            ASSERT_TRUE(first.out == call.fetch().out);
+        }
+    }
+}
+
 // A row tile of few rows waits for queries of its own, however far one warpgroup could get ahead before.
 TEST(CudaPrefillFewRows, BehindRowTilesWithoutKeys) {
     const FewRowsBehindPadding batch(num_sms());
@@ -230,6 +275,7 @@ TEST(CudaPrefillFewRows, BehindRowTilesWithoutKeys) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillSplitsTest, ::testing::Range(0u, 60u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillByLengthTest, ::testing::Range(0u, 60u));
 INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 12u));  // every head dim
 
 }  // namespace

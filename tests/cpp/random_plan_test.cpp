@@ -203,20 +203,28 @@ void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, const Gp
         EXPECT_TRUE(cuda::is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas))
             << "no other row has these instances";
     }
-    if (plan.num_splits > 0 && plan.codes == cuda::Codes::none) {
+    if (plan.may_split() && plan.codes == cuda::Codes::none) {
         EXPECT_TRUE(cuda::has_splits(plan.tiles().head_dim, plan.tiles().value_dim, plan.tiles().ctas));
+    }
+    if (plan.by_length) {
+        EXPECT_TRUE(p.paged() && p.batch > 1 && plan.codes == cuda::Codes::none);
+        EXPECT_FALSE(p.batch_invariant) << "what a sequence is cut into depends on the others";
+        EXPECT_GE(plan.split_blocks, 1);
+        EXPECT_GT(plan.num_counters, std::min<int64_t>(plan.num_row_tiles * cuda::kMaxSm90Splits,
+                                                       cuda::kMostSm90SplitsACta * plan.num_ctas));
     }
     if (p.ranges) {
         EXPECT_EQ(plan.feature,
-                  plan.num_splits > 0 ? cuda::Sm90Feature::split_ranges : cuda::Sm90Feature::ranges);
+                  plan.may_split() ? cuda::Sm90Feature::split_ranges : cuda::Sm90Feature::ranges);
     } else if (!p.has_tree_mask) {
-        EXPECT_EQ(plan.num_splits > 0, plan.feature == cuda::Sm90Feature::splits);
+        EXPECT_EQ(plan.may_split(), plan.feature == cuda::Sm90Feature::splits);
     }
-    if (plan.num_splits == 0) {
+    if (!plan.may_split()) {
         EXPECT_EQ(plan.partial_bytes, 0);
         return;
     }
     EXPECT_TRUE(p.paged() && !p.batch_invariant) << "only there may bits depend on the batch";
+    if (plan.num_splits == 0) return;
     EXPECT_EQ(plan.num_whole % gpu.num_sms, 0);
     EXPECT_LE((plan.num_row_tiles - plan.num_whole) * plan.num_splits, 4 * gpu.num_sms);
 }

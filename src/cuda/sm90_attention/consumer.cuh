@@ -123,6 +123,8 @@ class Sm90Consumer {
                         if (Config::kOwnTiles) break;
                         next = take_work<Config>(shared_, work_ring_);
                         if (!Config::kChained || next.batch < 0) break;
+                        // The combination of splits takes the registers that the next scores would have.
+                        if (Config::kSplits && work.is_split()) break;
                         if (is_few_rows<Config>(next.rows<Config>(plan_))) break;
                         tiles = key_tiles<Config>(p_, plan_, next, own_block());
                         tile = first_tile(tiles);
@@ -158,7 +160,7 @@ class Sm90Consumer {
                     ptx::wgmma_results(softmax.sum);
                     if (boundary) {
                         end_p_v(out);
-                        store(work, out, out_scale);
+                        store<false>(work, out, out_scale);
 #pragma unroll
                         for (int i = 0; i < kOut; ++i) out[i] = 0.0f;
                     } else {
@@ -407,7 +409,7 @@ class Sm90Consumer {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const SoftmaxState state{softmax.max_log2(half), row_sum(softmax.sum[half])};
-                if (Config::kSplits && work.split() >= 0) {
+                if (Config::kSplits && work.is_split()) {
                     split(work).put_state(sm90_row(half), state);
                     out_scale[half] = 1.0f;
                 } else {
@@ -445,7 +447,7 @@ class Sm90Consumer {
     // in `complete` whether the slot then holds a result.
     __device__ __forceinline__ void add_up(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
         uint32_t* const complete = &shared_.complete[q_ring_.slot][group_];
-        if (work.split() < 0) {
+        if (!work.is_split()) {
             if (threadIdx.x % 128 == 0) *complete = true;
             return;
         }
@@ -458,9 +460,13 @@ class Sm90Consumer {
 
     // Puts the result into the slot of its queries, from where the storing warp sends it. A split that is not
     // the last to finish puts its partial result there too, though nobody reads it: with a branch around
-    // this, ptxas keeps the rings out of the uniform registers.
+    // this, ptxas keeps the rings out of the uniform registers. `kMaySplit`: whether `work` may be a split.
+    template <bool kMaySplit = Config::kSplits>
     __device__ __forceinline__ void store(const Sm90Work& work, float (&out)[kOut], float (&out_scale)[2]) {
-        if constexpr (Config::kSplits) add_up(work, out, out_scale);
+        if constexpr (kMaySplit)
+            add_up(work, out, out_scale);
+        else if (Config::kSplits && threadIdx.x % 128 == 0)
+            shared_.complete[q_ring_.slot][group_] = true;
         const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
         // Every warp is done with the queries.
         ptx::named_barrier_sync(1 + Config::kConsumers + group_, 128);

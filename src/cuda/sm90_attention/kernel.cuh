@@ -50,6 +50,7 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
                 QueryConverter<Config>(p, plan, shared, warp / 2).run();
         } else {
             if (warp == 1) run_v_loader<Config>(p, plan, shared);
+            if (warp == 3 && Config::kOwnScheduler) run_scheduler<Config>(p, plan, shared);
         }
         if (warp == 2) run_storer<Config>(p, plan, shared);
     } else if (warp < 4 * Config::kFirstConsumer) {

@@ -27,7 +27,6 @@ struct Sm90Launch {
     // common divisor of the tile and the page size.
     int32_t box_keys;
     FastDivide page_size;
-    bool few_rows;  // whether some row tiles may be of few rows
 
     // For dense arrays: the order of row tiles. A unit is one batch entry and one run of `heads` heads. A
     // section is `section` units; the first section, of `first_section` units, has what remains. Inside a
@@ -37,11 +36,13 @@ struct Sm90Launch {
     int32_t section, first_section;
     int32_t* counter;  // row tiles handed out beyond the first of each cluster; 0 between launches
 
-    // The keys of each row tile behind the first `num_whole` are cut into num_splits splits; 0: of none. At
-    // most `split_blocks` blocks of 64 rows, one per warpgroup, hold rows of a row tile.
+    // The keys of each row tile behind the first `num_whole` are cut into num_splits splits; 0: of none. With
+    // `by_length` those of long sequences are cut instead where the lengths of the batch are unlike. At most
+    // `split_blocks` blocks of 64 rows, one per warpgroup, hold rows of a row tile.
     int32_t num_whole, num_splits, split_blocks;
+    bool by_length;
     float* partial;      // [split of the launch, block]: partial results, see Sm90Split
-    uint32_t* arrivals;  // [row tile, block]: how many of its splits have arrived; 0 between launches
+    uint32_t* arrivals;  // [first split of a row tile, block]: how many have arrived; 0 between launches
 
     Codes codes;
 };

@@ -128,24 +128,28 @@ bool may_split(const AttentionParams& p, const Sm90Tiles& tiles) {
            !p.dropout.any() && !p.batch_invariant;
 }
 
+// After so many rounds of like row tiles the last one matters little.
+constexpr int64_t kManyRounds = 8;
+
+// The most keys that a row tile sees.
+int64_t visible_keys(const AttentionParams& p, const Sm90Plan& plan) {
+    if (p.window_left < 0 || p.window_right < 0 || p.prefix_lens) return p.seqlen_k;
+    return std::min<int64_t>(
+        p.seqlen_k, int64_t{p.window_left} + p.window_right + int64_t{plan.tokens} * plan.tiles().warpgroups);
+}
+
 // Splits the keys of the row tiles behind the last whole round of the SMs, where they then take less time. If
 // some row tiles have few rows, a batch of more row tiles than SMs takes the kernel for few rows instead,
 // which has no splits.
 void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;
-    // After many rounds the last one matters little, and the instances with splits do not chain row tiles.
-    constexpr int64_t kManyRounds = 8;
     if (plan.codes != Codes::none && plan.num_row_tiles > kManyRounds * sms) return;
     if (rest == 0 || !may_split(p, tiles) || (plan.few_rows && plan.num_row_tiles > sms)) return;
-    int64_t keys = p.seqlen_k;
-    if (p.window_left >= 0 && p.window_right >= 0 && !p.prefix_lens)
-        keys = std::min<int64_t>(
-            keys, int64_t{p.window_left} + p.window_right + int64_t{plan.tokens} * tiles.warpgroups);
-    const int64_t key_tiles = keys / tiles.keys;
+    const int64_t key_tiles = visible_keys(p, plan) / tiles.keys;
     int64_t shortest = key_tiles;      // in tiles of keys
     constexpr int64_t kMaxRounds = 4;  // bounds the workspace
-    for (int32_t splits = 2; splits <= kMaxSm90Splits && rest * splits <= kMaxRounds * sms; ++splits) {
+    for (int32_t splits = 2; splits <= kMaxEvenSm90Splits && rest * splits <= kMaxRounds * sms; ++splits) {
         const int64_t combine = 3 + splits / 2;
         const int64_t time = ceil_divide(rest * splits, sms) * (ceil_divide(key_tiles, splits) + combine);
         if (time >= shortest) continue;
@@ -153,18 +157,31 @@ void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
         plan.num_splits = splits;
     }
     if (plan.num_splits == 0) return;
-    plan.few_rows = false;
     plan.num_whole = static_cast<int32_t>(plan.num_row_tiles - rest);
-    plan.split_blocks =
-        static_cast<int32_t>(std::min<int64_t>(ceil_divide(p.seqlen_q, plan.tokens), tiles.warpgroups));
+}
+
+// Whether the kernel should look at the lengths, and cut the keys of long sequences where they are unlike.
+// Nothing here knows them. A look that finds lengths alike has cost 3 to 5 us. Few rows then take the way of
+// many, which is slower after several rounds.
+bool looks_at_lengths(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& plan) {
+    if (plan.codes != Codes::none || p.batch == 1 || !may_split(p, plan.tiles())) return false;
+    const int64_t keys = visible_keys(p, plan);
+    // Unless sequences share pages, their mean length is then at most 9/10 of what page_table has room for,
+    // and of what row tiles see.
+    const bool are_unlike = 9 * p.batch * keys >= 10 * p.num_pages * p.page_size;
+    // How many tiles of keys an SM visits if all sequences are as long: 200 take about 340 us.
+    const int64_t key_tiles = ceil_divide(keys, plan.tiles().keys) * plan.num_row_tiles / gpu.num_sms;
+    if (!are_unlike && key_tiles < 200) return false;
+    const int64_t rounds = !plan.few_rows ? kManyRounds : are_unlike && p.head_dim <= 128 ? 5 : 3;
+    return plan.num_row_tiles <= rounds * gpu.num_sms;
 }
 
 Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.dropout.any()) return Sm90Feature::dropout;
     if (p.alibi_slopes) return p.alibi_symmetric ? Sm90Feature::symmetric_alibi : Sm90Feature::alibi;
     if (p.has_tree_mask) return Sm90Feature::tree;
-    if (p.ranges) return plan.num_splits > 0 ? Sm90Feature::split_ranges : Sm90Feature::ranges;
-    if (plan.num_splits > 0) return Sm90Feature::splits;
+    if (p.ranges) return plan.may_split() ? Sm90Feature::split_ranges : Sm90Feature::ranges;
+    if (plan.may_split()) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
     // Over codes, one instance serves all other calls.
     if (plan.codes != Codes::none) return tiles.warpgroups == 1 ? Sm90Feature::sinks : Sm90Feature::few_rows;
@@ -184,15 +201,26 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
         plan.few_rows =
             !(has_codes && tiles.warpgroups == 1) && may_have_few_rows(p, tiles, plan.heads, has_codes);
         choose_splits(p, gpu, plan);
+        plan.by_length = looks_at_lengths(p, gpu, plan);
+        if (plan.may_split()) plan.few_rows = false;
         plan.feature = choose_feature(p, plan);
     }
-    // The row tiles whose keys are split, and the items of work that result.
+    // The row tiles whose keys are split, and the most items of work that result.
     const int64_t shared_out = plan.num_splits > 0 ? plan.num_row_tiles - plan.num_whole : 0;
-    const int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
+    int64_t num_items = plan.num_row_tiles + shared_out * (plan.num_splits - 1);
+    if (plan.by_length) num_items = plan.num_row_tiles * kMaxSm90Splits;
     plan.num_ctas = static_cast<int32_t>(tiles.ctas * std::min<int64_t>(num_items, num_clusters));
-    plan.partial_bytes = shared_out * plan.num_splits * plan.split_blocks * kGroupRows *
-                         (tiles.value_dim + 2) * int64_t{sizeof(float)};
-    plan.num_counters = 1 + shared_out * plan.split_blocks;
+    if (plan.may_split())
+        plan.split_blocks =
+            static_cast<int32_t>(std::min<int64_t>(ceil_divide(p.seqlen_q, plan.tokens), tiles.warpgroups));
+    int64_t num_splits = shared_out * plan.num_splits;
+    if (plan.by_length) {
+        const int64_t most = std::min<int64_t>(num_items, kMostSm90SplitsACta * plan.num_ctas);
+        num_splits = std::max(num_splits, most);
+    }
+    plan.partial_bytes =
+        num_splits * plan.split_blocks * kGroupRows * (tiles.value_dim + 2) * int64_t{sizeof(float)};
+    plan.num_counters = 1 + num_splits * plan.split_blocks;
 }
 
 // Whether the converters can load pages of codes.
@@ -312,7 +340,7 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
     }
     plan.num_row_tiles = count_row_tiles(p, tiles.row_blocks(), plan.heads);
     // If even with splits at most half of the SMs would have work, sm80_attention serves the call.
-    const int32_t most_splits = may_split(p, tiles) ? kMaxSm90Splits : 1;
+    const int32_t most_splits = may_split(p, tiles) ? kMaxEvenSm90Splits : 1;
     if (p.paged() && !p.batch_invariant && 2 * plan.num_row_tiles * most_splits <= gpu.num_sms) {
         return refuse(why_not, "it would leave most of the ", gpu.num_sms,
                       " SMs without work: ", counted(plan.num_row_tiles, "tile"), " of ",
@@ -363,6 +391,7 @@ Explanation describe(const Sm90Plan& plan) {
         if (plan.num_whole > 0) text.summary += text_of(", the last ", plan.num_row_tiles - plan.num_whole);
         text.summary += text_of(" x ", counted(plan.num_splits, "split"));
     }
+    if (plan.by_length) text.summary += ", cut by length where lengths are unlike";
     text.summary += text_of(": ", counted(plan.num_ctas, "CTA"), " of ", plan.threads(), " threads");
     text.file = "src/cuda/sm90_attention/kernel.cuh";
     text.plan = {
@@ -386,6 +415,7 @@ Explanation describe(const Sm90Plan& plan) {
         {"first_section", plan.order.first_section},
         {"num_whole", plan.num_whole},
         {"num_splits", plan.num_splits},
+        {"by_length", plan.by_length},
         {"split_blocks", plan.split_blocks},
         {"num_ctas", plan.num_ctas},
         {"threads", plan.threads()},

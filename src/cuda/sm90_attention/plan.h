@@ -32,6 +32,7 @@ struct Sm90Plan {
 
     // The keys of each row tile behind the first `num_whole` are cut into num_splits splits; 0: of none.
     int32_t num_whole, num_splits;
+    bool by_length;  // whether the kernel cuts those of long sequences instead, where lengths are unlike
     int32_t split_blocks;  // the most blocks of 64 rows that hold rows of a row tile
 
     int32_t num_ctas;
@@ -43,6 +44,7 @@ struct Sm90Plan {
         if (has_blocks()) return kSm90BlockTiles[block_row].tiles;
         return kSm90Tiles[row];
     }
+    bool may_split() const { return num_splits > 0 || by_length; }
     bool has_blocks() const { return feature == Sm90Feature::blocks || feature == Sm90Feature::small_blocks; }
     Grid grid() const { return {num_ctas}; }
     int32_t threads() const { return 128 * (codes != Codes::none ? 4 : tiles().warpgroups + 1); }

@@ -1,4 +1,5 @@
-// The producer's warps: one loads Q and K (over codes, Q alone), one loads V, and one stores results.
+// The producer's warps: one loads Q and K (over codes, Q alone), one loads V, one stores results, and with
+// splits one hands out the work.
 #pragma once
 
 #include "cuda/ptx/l2_policy.h"
@@ -184,12 +185,33 @@ __device__ __forceinline__ void publish(const Sm90Work& work, Shared& shared, Ri
     ring.advance();
 }
 
+// One warp: hands out the work. It draws the next item when the current one begins to be loaded, as the
+// loading warp does elsewhere, and looks for it meanwhile.
+template <class Config>
+__device__ void run_scheduler(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
+    Sm90Scheduler<Config> scheduler(p, plan);
+    scheduler.look_at_lengths();
+    Ring<kSm90WorkSlots> work_ring;
+    uint32_t parity = 0;
+    while (true) {
+        const Sm90Work work = scheduler.work();
+        publish<Config>(work, shared, work_ring);
+        if (work.batch < 0) break;
+        ptx::mbarrier_wait(&shared.work_wanted, parity);
+        parity ^= 1;
+        scheduler.request();
+        scheduler.advance();
+    }
+    scheduler.finish();
+}
+
 // One warp: loads Q and K (over codes, Q alone) as far ahead of the consumers as the slots allow, across the
-// ends of row tiles too. In the first CTA of a cluster it also hands out the work.
+// ends of row tiles too. In the first CTA of a cluster it also hands out the work, if no other warp does.
 template <class Config>
 __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
-    const bool leads = Config::kCtas == 1 || ptx::cluster_rank() == 0;
+    const bool leads = !Config::kOwnScheduler && (Config::kCtas == 1 || ptx::cluster_rank() == 0);
     Sm90Scheduler<Config> scheduler(p, plan);
+    if (leads) scheduler.look_at_lengths();
     Ring<Config::kQSlots> q_ring;
     Ring<Config::kStages> ring;
     Ring<kSm90WorkSlots> work_ring;
@@ -203,6 +225,7 @@ __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan,
         }
         if (work.batch < 0) break;
         if (leads) scheduler.request();
+        if (Config::kOwnScheduler && ptx::elect_one()) ptx::mbarrier_arrive(&shared.work_wanted);
 
         if constexpr (Config::kHasCodes) {
             load_q<Config>(p, plan, work, shared, q_ring);

@@ -53,10 +53,10 @@ Launch find_launch(const Sm90Plan& plan) {
 void run(const AttentionParams& p, const Sm90Plan& plan, cudaStream_t stream) {
     Sm90Launch arguments = launch_arguments(p, plan);
     arguments.codes = plan.codes;
-    arguments.few_rows = plan.few_rows;
     arguments.num_whole = plan.num_splits > 0 ? plan.num_whole : INT32_MAX;
     arguments.num_splits = plan.num_splits;
     arguments.split_blocks = plan.split_blocks;
+    arguments.by_length = plan.by_length;
     const PersistentWorkspace workspace =
         persistent_workspace(p.device.index, stream, plan.partial_bytes, plan.num_counters);
     arguments.counter = reinterpret_cast<int32_t*>(workspace.counters);

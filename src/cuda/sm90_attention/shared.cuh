@@ -78,6 +78,7 @@ struct Sm90Shared {
     // The result lies in the slot of its queries.
     uint64_t out_full[Config::kQSlots][Config::kConsumers];
     uint64_t work_full[kSm90WorkSlots], work_empty[kSm90WorkSlots];
+    uint64_t work_wanted;  // tells a warp that only hands out work to draw another item
     uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
     uint64_t patch[Config::kVStages];  // for a tile of V that the producer patches before it hands it on
     QueryScales<Config> query_scales;
@@ -105,6 +106,7 @@ struct Sm90Shared {
             ptx::mbarrier_init(&work_full[slot], 1);
             ptx::mbarrier_init(&work_empty[slot], Config::kCtas * kConsumerWarps + Config::kOtherTakers);
         }
+        ptx::mbarrier_init(&work_wanted, 1);
         ptx::mbarrier_init_fence();
     }
 };
@@ -247,10 +249,10 @@ __device__ __forceinline__ auto key_tiles(const AttentionParams& p, const Sm90La
     PrefillKeyTiles<Config::kSplits> tiles{KeyTiles(work.visibility<Config>(p, work.first_token, end),
                                                     work.q_pos(work.first_token), work.q_pos(end - 1),
                                                     Config::kKeys)};
-    if (Config::kSplits && work.split() >= 0) {
-        const int32_t part = work.split() % plan.num_splits;
-        tiles.first = tiles.count * part / plan.num_splits;
-        tiles.count = tiles.count * (part + 1) / plan.num_splits - tiles.first;
+    if (Config::kSplits && work.is_split()) {
+        const int32_t split = work.split(), num_splits = work.num_splits();
+        tiles.first = tiles.count * split / num_splits;
+        tiles.count = tiles.count * (split + 1) / num_splits - tiles.first;
     }
     if constexpr (Config::kBlocks) {
         return BlockKeyTiles<Config>(p, work, tiles, end, own_block);

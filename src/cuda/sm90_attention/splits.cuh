@@ -23,7 +23,8 @@ class Sm90Split {
     __device__ Sm90Split(const Sm90Launch& plan, const Sm90Work& work, int group, int num_rows)
         : plan_(plan),
           split_(work.split()),
-          first_(split_ - split_ % plan.num_splits),
+          num_splits_(work.num_splits()),
+          first_(work.first_split()),
           group_(group),
           thread_(threadIdx.x % 128),
           any_(num_rows > 0),
@@ -72,7 +73,7 @@ class Sm90Split {
 #pragma unroll
             for (int i = 0; i < kColumns; ++i) out[begin + i] = 0.0f;
 #pragma unroll 1
-            for (int first = 0; first < plan_.num_splits; first += kAtOnce)
+            for (int first = 0; first < num_splits_; first += kAtOnce)
                 add_parts(out, begin, first, rows, state);
         }
         return true;
@@ -84,14 +85,13 @@ class Sm90Split {
     static constexpr int kColumns = Config::kConsumers <= 2 ? 32 : 16;
 
     __device__ bool arrive() const {
-        const uint32_t last = plan_.num_splits - 1;
+        const uint32_t last = num_splits_ - 1;
         uint32_t arrived;
         // Releases what this warpgroup wrote, and acquires what the others wrote. The counter wraps to zero
         // with the last split.
         asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                      : "=r"(arrived)
-                     : "l"(plan_.arrivals + first_ / plan_.num_splits * plan_.split_blocks + group_),
-                       "r"(last)
+                     : "l"(plan_.arrivals + first_ * plan_.split_blocks + group_), "r"(last)
                      : "memory");
         return arrived == last;
     }
@@ -109,9 +109,8 @@ class Sm90Split {
             load_states(parts[j], first + j, rows);
 #pragma unroll
             for (int i = 0; i < kColumns / 4; ++i) {
-                results[j][i] = first + j < plan_.num_splits
-                                    ? __ldcg(result(first_ + first + j) + 128 * (begin / 4 + i))
-                                    : float4{};
+                results[j][i] =
+                    first + j < num_splits_ ? __ldcg(result(first + j) + 128 * (begin / 4 + i)) : float4{};
             }
         }
 #pragma unroll
@@ -130,18 +129,18 @@ class Sm90Split {
 
     // States past the last split are empty. They are set here, since nvcc 13.0 gives the default values of
     // SoftmaxState only to the first element of an array of arrays, and zeros to the others.
-    __device__ __forceinline__ void load_states(SoftmaxState (&state)[2], int part,
+    __device__ __forceinline__ void load_states(SoftmaxState (&state)[2], int split,
                                                 const int32_t (&rows)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             state[half] = {-INFINITY, 0.0f};
-            if (part >= plan_.num_splits) continue;
-            const float2 loaded = __ldcg(states(first_ + part) + rows[half]);
+            if (split >= num_splits_) continue;
+            const float2 loaded = __ldcg(states(split) + rows[half]);
             state[half] = {loaded.x, loaded.y};
         }
     }
     __device__ float* place(int32_t split) const {
-        return plan_.partial + (int64_t{split} * plan_.split_blocks + group_) * kFloats;
+        return plan_.partial + (int64_t{first_ + split} * plan_.split_blocks + group_) * kFloats;
     }
     __device__ float4* result(int32_t split) const {
         return reinterpret_cast<float4*>(place(split)) + thread_;
@@ -151,7 +150,8 @@ class Sm90Split {
     }
 
     const Sm90Launch& plan_;
-    const int32_t split_, first_;  // numbers in the launch: this split's, and the row tile's first
+    const int32_t split_, num_splits_;  // this one's number among those of the row tile
+    const int32_t first_;               // the place of the row tile's first one
     const int group_, thread_;
     const bool any_, used_;  // whether the warpgroup has queries, and whether the warp has
 };

@@ -11,7 +11,11 @@ constexpr int kSm90GroupRows = 64;  // rows of a warpgroup; a row is one query t
 // Row tiles of at most this many rows take the way of few_rows.cuh. With 32 rows, mma.sync took longer than
 // the wgmma of one warpgroup. Above head dim 128, and in kernels with converters, 16 rows spill registers.
 constexpr int max_few_rows(int head_dim, bool has_codes) { return head_dim <= 128 && !has_codes ? 16 : 8; }
-constexpr int kMaxSm90Splits = 16;  // the most splits into which a row tile's keys are cut
+// The most splits into which a row tile's keys are cut: where the lengths of the sequences decide, and where
+// they do not.
+constexpr int kMaxSm90Splits = 32, kMaxEvenSm90Splits = 16;
+// Where the lengths decide: the most splits that leave partial results, for each CTA.
+constexpr int kMostSm90SplitsACta = 3;
 
 // One row of the table: what a CTA is made of.
 struct Sm90Tiles {
@@ -190,7 +194,9 @@ struct Sm90Config {
     static constexpr bool kSplitRanges = kFeature_ == Sm90Feature::split_ranges;
     static constexpr bool kRanges = kFeature_ == Sm90Feature::ranges || kSplitRanges;
     static constexpr bool kSplits = kFeature_ == Sm90Feature::splits || kTree || kSplitRanges;
-    static constexpr bool kChained = kTiles.chained && !kSplits;
+    // With splits, three consumers and the other features have too few registers to chain row tiles.
+    static constexpr bool kChained =
+        kTiles.chained && (!kSplits || (kFeature_ == Sm90Feature::splits && !kHasCodes && kConsumers == 2));
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;
     // As a branch in those kernels, the other side cost one-sided ALiBi 3 to 5 % at head dim 64 on an H200.
@@ -219,9 +225,14 @@ struct Sm90Config {
     static constexpr int kThreads = 128 * (kFirstConsumer + kConsumers);
     // How many warps hand on a tile of K or V: one of the producer, or all four of a converter.
     static constexpr int kTileArrivals = kHasCodes ? 4 : 1;
+    // Whether a warp of its own hands out work. Elsewhere the one that loads Q and K does, which is quicker
+    // where no lengths have to be looked at.
+    static constexpr bool kOwnScheduler = kSplits && !kHasCodes;
+    static_assert(!kOwnScheduler || kCtas_ == 1);
     // How many warps take work besides those of the consumers: the one that stores results, over codes those
     // that convert queries, K and V, and otherwise all of each producer's but the one that hands it out.
-    static constexpr int kOtherTakers = kHasCodes ? 1 + kConsumers + 4 * kConverters : 3 * kCtas_ - 1;
+    static constexpr int kOtherTakers =
+        kHasCodes ? 1 + kConsumers + 4 * kConverters : 3 * kCtas_ - (kOwnScheduler ? 0 : 1);
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
     static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
@@ -249,6 +260,7 @@ struct Sm90Config {
                       512);
     // Whether the code between two row tiles is kept short, at the cost of registers that other kernels lack.
     static constexpr bool kShortEnds = !kAlibi && !kSymmetricAlibi && !kDropout && !kSplits && kCtas == 1;
+    // In the kernel with splits, the way of few rows made all row tiles slower, since registers spilled.
     static constexpr int kFewRowTiles =
         kFeature_ == Sm90Feature::few_rows ? max_few_rows(kHeadDim, kHasCodes) / 8 : 0;
 };

@@ -20,7 +20,7 @@ struct alignas(16) Sm90Work {
     int32_t seqlen_k;
     int32_t prefix_len;
     int32_t q_begin;  // packed arrays: the sequence's first token
-    int32_t k_begin;  // likewise; paged ones: see split()
+    int32_t k_begin;  // likewise; paged ones: see is_split()
 
     template <class Config>
     __device__ Visibility visibility(const AttentionParams& p) const {
@@ -53,9 +53,16 @@ struct alignas(16) Sm90Work {
         return {get(batch),    get(first_head), get(first_token), get(seqlen_q),
                 get(seqlen_k), get(prefix_len), get(q_begin),     get(k_begin)};
     }
-    // Which of the launch's splits this is; -1 if it is a row tile with all of its keys. Only paged arrays
-    // have splits, and only packed ones have a first key, so both share a field.
-    __device__ int32_t split() const { return k_begin - 1; }
+    // Whether this is split number `split` of the `num_splits` of a row tile, whose partial results lie side
+    // by side in the workspace, from number `first_split` on. Only paged arrays have splits, and only packed
+    // ones have a first key, so both share a field.
+    __device__ bool is_split() const { return k_begin != 0; }
+    __device__ int32_t split() const { return k_begin % kMaxSm90Splits; }
+    __device__ int32_t num_splits() const { return k_begin / kMaxSm90Splits % kMaxSm90Splits + 1; }
+    __device__ int32_t first_split() const { return k_begin / (kMaxSm90Splits * kMaxSm90Splits); }
+    __device__ void set_split(int32_t first_split, int32_t num_splits, int32_t split) {
+        k_begin = (first_split * kMaxSm90Splits + num_splits - 1) * kMaxSm90Splits + split;
+    }
     __device__ int32_t q_pos(int32_t token) const { return seqlen_k - seqlen_q + token; }
     // Keys from here on may be hidden by a tree mask.
     __device__ int32_t tree_begin(const AttentionParams& p) const {
@@ -108,33 +115,44 @@ class Sm90Scheduler {
           plan_(plan),
           tile_tokens_(Config::kTileBlocks * plan.tokens),
           units_a_sequence_(p.num_q_heads / plan.heads),
-          index_(blockIdx.x / Config::kCtas) {
-        if (kFew && p.cu_seqlens_q) count_row_tiles();
+          index_(blockIdx.x / Config::kCtas) {}
+
+    // To be called first, where row tiles are split or of few rows.
+    __device__ void look_at_lengths() {
+        static_assert(!kFew || !Config::kSplits);
+        if (kFew && p_.cu_seqlens_q) count_row_tiles();
+        if (Config::kSplits && plan_.by_length) cut_by_length();
     }
 
     // The current row tile.
     __device__ Sm90Work work() {
         Sm90Work w{};
         int32_t row_tile = index_;
-        if (Config::kSplits && index_ >= plan_.num_whole) {
+        if (Config::kSplits && !by_length() && index_ >= plan_.num_whole) {
             const int32_t split = index_ - plan_.num_whole;
             row_tile = plan_.num_whole + split / plan_.num_splits;
-            w.k_begin = split + 1;
+            w.set_split(split - split % plan_.num_splits, plan_.num_splits, split % plan_.num_splits);
         }
-        if (p_.cu_seqlens_q) {
-            const int32_t few_before = kFew ? num_few_before(index_) : 0;
-            const bool few = kFew && index_ < end_ && num_few_before(index_ + 1) > few_before;
+        if (p_.cu_seqlens_q || by_length()) {
+            const int32_t few_before = kFew ? num_few_before(row_tile) : 0;
+            const bool few = kFew && row_tile < end_ && num_few_before(row_tile + 1) > few_before;
             const int32_t index = few ? few_before : row_tile - few_before;
             find_sequence(few, index);
             w.batch = __shfl_sync(~0u, batch_, few);
             if (w.batch < 0) return w;
-            const int32_t row_tiles = __shfl_sync(~0u, sequence_tiles_, few) / units_a_sequence_;
-            const int32_t at = index - __shfl_sync(~0u, before_, few);
+            int32_t items = __shfl_sync(~0u, sequence_items_, few);
+            int32_t at = index - __shfl_sync(~0u, before_, few);
+            const int32_t splits = splits_of(w.batch);
+            if (splits > 1) {
+                w.set_split(index - at % splits, splits, at % splits);
+                items /= splits;
+                at /= splits;
+            }
             w.first_head = at % units_a_sequence_ * plan_.heads;
-            w.q_begin = p_.cu_seqlens_q[w.batch];
-            w.seqlen_q = p_.cu_seqlens_q[w.batch + 1] - w.q_begin;
+            w.q_begin = p_.cu_seqlens_q ? p_.cu_seqlens_q[w.batch] : 0;
+            w.seqlen_q = p_.cu_seqlens_q ? p_.cu_seqlens_q[w.batch + 1] - w.q_begin : p_.seqlen_q;
             w.first_token = few ? w.seqlen_q / tile_tokens_ * tile_tokens_
-                                : (row_tiles - 1 - at / units_a_sequence_) * tile_tokens_;
+                                : (items / units_a_sequence_ - 1 - at / units_a_sequence_) * tile_tokens_;
         } else {
             end_ = plan_.num_row_tiles * plan_.num_units;
             w.batch = -1;
@@ -159,18 +177,18 @@ class Sm90Scheduler {
         return w;
     }
 
-    // Asks for another row tile, which `advance` makes the current one.
+    // Asks for another item, which `advance` makes the current one.
     __device__ void request() {
         if (threadIdx.x % 32 == 0) drawn_ = atomicAdd(plan_.counter, 1);
     }
     __device__ void advance() { index_ = num_clusters() + __shfl_sync(~0u, drawn_, 0); }
 
     // Call it when there is no more work. Every cluster that had work draws one number past the end, so that
-    // as many numbers are drawn as there are row tiles. The last cluster to draw resets the counter.
+    // as many numbers are drawn as there are items. The last cluster to draw resets the counter.
     __device__ void finish() {
         const int32_t drawn = index_ - num_clusters();
         int32_t end = end_;
-        if (Config::kSplits) end += max(end_ - plan_.num_whole, 0) * (plan_.num_splits - 1);
+        if (Config::kSplits && !by_length()) end += max(end_ - plan_.num_whole, 0) * (plan_.num_splits - 1);
         if (drawn >= 0 && drawn == end - 1 && threadIdx.x % 32 == 0) *plan_.counter = 0;
     }
 
@@ -179,15 +197,73 @@ class Sm90Scheduler {
     // Rounds, of one row tile of few rows per cluster, that are kept for the end.
     static constexpr int32_t kLateRounds = 2;
 
+    __device__ bool by_length() const { return Config::kSplits && by_length_; }
     __device__ int32_t num_clusters() const { return static_cast<int32_t>(gridDim.x) / Config::kCtas; }
 
-    // For packed queries: how many row tiles sequence b has over all heads, of few rows or of many.
+    // How many row tiles sequence b has over all heads, of few rows or of many.
     __device__ int32_t count_row_tiles(int32_t b, bool few) const {
         if (b >= p_.batch) return 0;
-        const int32_t length = p_.served_queries(b);
+        const int32_t length = p_.cu_seqlens_q ? p_.served_queries(b) : p_.seqlen_q;
         const int32_t whole = length / tile_tokens_, rest = length - whole * tile_tokens_;
         const bool few_rest = is_few_rows<Config>(rest * plan_.heads);
         return units_a_sequence_ * (few ? rest > 0 && few_rest : whole + (rest > 0 && !few_rest));
+    }
+    // How many tiles of keys a row tile of sequence b visits at most.
+    __device__ int32_t count_key_tiles(int32_t b) const {
+        int64_t keys = SequenceSlice::seqlen_k(p_, b);
+        if (p_.window_left >= 0 && p_.window_right >= 0 && !p_.prefix_lens)
+            keys = min(keys, int64_t{p_.window_left} + p_.window_right + tile_tokens_);
+        return static_cast<int32_t>((keys + Config::kKeys - 1) / Config::kKeys);
+    }
+    // Decides whether row tiles are cut by the lengths of their sequences, and into splits of how many tiles
+    // of keys. Row tiles are cut where the longest one would take much longer than an even share of all work,
+    // and than the others: where lengths are alike, plan.num_splits takes care. The more splits, the more
+    // they cost together, but the earlier the last one ends; two for each cluster fit well.
+    __device__ void cut_by_length() {
+        int32_t row_tiles = 0, longest = 0;
+        float all = 0.0f;
+        for (int32_t b = threadIdx.x % 32; b < p_.batch; b += 32) {
+            const int32_t own = count_row_tiles(b, false);
+            if (own == 0) continue;
+            const int32_t key_tiles = count_key_tiles(b);
+            row_tiles += own;
+            longest = max(longest, key_tiles);
+            all += static_cast<float>(own) * key_tiles;
+        }
+        row_tiles = __reduce_add_sync(~0u, row_tiles);
+        longest = __reduce_max_sync(~0u, longest);
+        all = warp_sum(all);
+        if (longest == 0) return;
+        // Approximate functions: the exact ones are calls, for which registers of consumers would spill.
+        const float share = __fdividef(all, num_clusters());
+        const float square_root = 3.0f * share * rsqrtf(3.0f * share);
+        const float split_tiles = fmaxf(fmaxf(2.0f, square_root), 0.54f * share);
+        by_length_ = longest > fmaxf(1.25f * share, 1.5f * split_tiles) &&
+                     longest * static_cast<float>(row_tiles) > 1.5f * all;
+        if (!by_length_) return;
+        splits_a_key_tile_ = __fdividef(1.0f, split_tiles);
+        // A row tile that is cut has at most 4/3 as many splits as it has times `split_tiles`, since 1.5
+        // rounds to 2. So there are at most 4/3 / 0.54 = 2.5 for each cluster: fewer than
+        // kMostSm90SplitsACta.
+        for (int32_t b = threadIdx.x % 32; b < p_.batch; b += 32) {
+            end_ += count_items(b, false, true) + count_items(b, false, false);
+            num_splits_ += count_items(b, false, true);
+        }
+        num_splits_ = __reduce_add_sync(~0u, num_splits_);
+        end_ = __reduce_add_sync(~0u, end_);
+    }
+    // How many splits each row tile of sequence b has.
+    __device__ int32_t splits_of(int32_t b) const {
+        if (!by_length()) return 1;
+        return min(max(__float2int_rn(count_key_tiles(b) * splits_a_key_tile_), 1), kMaxSm90Splits);
+    }
+    // How many items of work sequence b is, if its row tiles are split (or, without `split`, if they are
+    // not).
+    __device__ int32_t count_items(int32_t b, bool few, bool split) const {
+        const int32_t row_tiles = count_row_tiles(b, few);
+        if (row_tiles == 0) return 0;
+        const int32_t splits = splits_of(b);
+        return (splits > 1) == split ? row_tiles * splits : 0;
     }
     __device__ void count_row_tiles() {
         int32_t few = 0, many = 0;
@@ -208,37 +284,42 @@ class Sm90Scheduler {
         return max(static_cast<int32_t>(int64_t{index} * few_rate_ >> 16), index - num_many_);
     }
 
-    // Moves on to the sequence that holds row tile `index`, counted among the row tiles of few rows or among
-    // those of many; batch_ is -1 past the last one. Lane 1 keeps the place among those of few rows, lane 0
-    // the place among those of many.
+    // Moves on to the sequence that holds item `index`, counted among the items of few rows or among those of
+    // many; batch_ is -1 past the last one. Lane 1 keeps the place among those of few rows, lane 0 the place
+    // among those of many.
     __device__ void find_sequence(bool few, int32_t index) {
         int32_t batch = __shfl_sync(~0u, batch_, few);
         int32_t before = __shfl_sync(~0u, before_, few);
-        int32_t sequence_tiles = __shfl_sync(~0u, sequence_tiles_, few);
-        if (batch >= 0 && index < before + sequence_tiles) return;
-        before += sequence_tiles;
+        int32_t sequence_items = __shfl_sync(~0u, sequence_items_, few);
+        if (batch >= 0 && index < before + sequence_items) return;
+        const bool split = index < num_splits_;
+        before += sequence_items;
         int32_t base = batch + 1;
+        if (by_length() && !split && before <= num_splits_) {  // once more, for whole row tiles
+            base = 0;
+            before = num_splits_;
+        }
         for (; base < p_.batch; base += 32) {
-            const int32_t tiles = count_row_tiles(base + threadIdx.x % 32, few);
-            const int32_t end = inclusive_sum(tiles);
+            const int32_t items = count_items(base + threadIdx.x % 32, few, split);
+            const int32_t end = inclusive_sum(items);
             const uint32_t past = __ballot_sync(~0u, index < before + end);
             if (past) {
                 const int32_t owner = __ffs(past) - 1;
                 batch = base + owner;
-                sequence_tiles = __shfl_sync(~0u, tiles, owner);
-                before += __shfl_sync(~0u, end - tiles, owner);
+                sequence_items = __shfl_sync(~0u, items, owner);
+                before += __shfl_sync(~0u, end - items, owner);
                 break;
             }
             before += __shfl_sync(~0u, end, 31);
         }
         if (base >= p_.batch) {
             batch = -1;
-            if (!kFew) end_ = before;
+            if (!kFew && !by_length()) end_ = before;
         }
         if (threadIdx.x % 32 == few) {
             batch_ = batch;
             before_ = before;
-            sequence_tiles_ = sequence_tiles;
+            sequence_items_ = sequence_items;
         }
     }
 
@@ -247,12 +328,17 @@ class Sm90Scheduler {
     const int32_t tile_tokens_, units_a_sequence_;
     int32_t index_;
     int32_t drawn_ = 0;
-    int32_t end_ = 0;  // row tiles in all, once known
+    int32_t end_ = 0;  // items in all, once known
+    // Whether row tiles are cut by the lengths of their sequences, and then how many splits a tile of keys is
+    // worth.
+    bool by_length_ = false;
+    float splits_a_key_tile_ = 0.0f;
+    int32_t num_splits_ = 0;  // how many items are splits; they come first, before row tiles that are whole
     // For packed queries: how many row tiles have many rows, and how many in 2^16 row tiles have few. For
-    // this lane's kind of row tiles: the current sequence, the number of its row tiles over all heads, and
-    // the number of row tiles before it.
+    // this lane's kind of items (row tiles, or by length also splits): the current sequence, the number of
+    // its items over all heads, and the number of items before it.
     int32_t num_many_ = 0, few_rate_ = 0;
-    int32_t batch_ = -1, sequence_tiles_ = 0, before_ = 0;
+    int32_t batch_ = -1, sequence_items_ = 0, before_ = 0;
 };
 
 }  // namespace octavo::cuda
