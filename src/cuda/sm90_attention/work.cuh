@@ -216,9 +216,10 @@ class Sm90Scheduler {
         return static_cast<int32_t>((keys + Config::kKeys - 1) / Config::kKeys);
     }
     // Decides whether row tiles are cut by the lengths of their sequences, and into splits of how many tiles
-    // of keys. Row tiles are cut where the longest one would take much longer than an even share of all work,
-    // and than the others: where lengths are alike, plan.num_splits takes care. The more splits, the more
-    // they cost together, but the earlier the last one ends; two for each cluster fit well.
+    // of keys. They are where the longest one would take much longer than an even share of all work, and than
+    // the others: where lengths are alike, plan.num_splits takes care. More splits cost more together, and
+    // take longer to combine, but the last one ends earlier; two for each cluster fit well. Whatever their
+    // number, they take as long as some eight tiles.
     __device__ void cut_by_length() {
         int32_t row_tiles = 0, longest = 0;
         float all = 0.0f;
@@ -236,9 +237,10 @@ class Sm90Scheduler {
         if (longest == 0) return;
         // Approximate functions: the exact ones are calls, for which registers of consumers would spill.
         const float share = __fdividef(all, num_clusters());
-        const float square_root = 3.0f * share * rsqrtf(3.0f * share);
-        const float split_tiles = fmaxf(fmaxf(2.0f, square_root), 0.54f * share);
+        const float square = fmaxf(3.0f * share, 0.65f * longest);
+        const float split_tiles = fmaxf(square * rsqrtf(square), 0.54f * share);
         by_length_ = longest > fmaxf(1.25f * share, 1.5f * split_tiles) &&
+                     longest > fmaxf(share, split_tiles) + 8.0f &&
                      longest * static_cast<float>(row_tiles) > 1.5f * all;
         if (!by_length_) return;
         splits_a_key_tile_ = __fdividef(1.0f, split_tiles);
