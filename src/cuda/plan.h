@@ -42,6 +42,8 @@ std::string text_of(const Parts&... parts) {
     (text << ... << parts);
     return text.str();
 }
+// "8 KV heads x 2 parts of the query heads", or without parts where there is one.
+std::string text_of_heads(int64_t num_kv_heads, int32_t group_parts);
 
 // Returned for a kernel that does not serve a call. Writes down the reason, a sentence about the kernel
 // without its full stop, where the caller wants it. Most callers do not, since plans are made at every call.

@@ -28,14 +28,6 @@ std::string name_of(const char* kernel, DType dtype, Codes codes, const DecodeTi
                    " rows>");
 }
 
-// "8 KV heads x 2 parts of the query heads"
-template <class Plan>
-std::string heads_of(const Plan& plan) {
-    const auto heads = counted(plan.num_kv_heads / plan.group_parts, "KV head");
-    if (plan.group_parts == 1) return text_of(heads);
-    return text_of(heads, " x ", plan.group_parts, " parts of the query heads");
-}
-
 // "64 CTAs of 256 threads"
 std::string ctas_of(const Grid& grid, int32_t threads) {
     return text_of(counted(grid.size(), "CTA"), " of ", threads, " threads");
@@ -46,7 +38,8 @@ std::string ctas_of(const Grid& grid, int32_t threads) {
 Explanation describe(const SplitKvPlan& plan) {
     Explanation text;
     text.kernel = name_of("split_kv_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary = text_of(heads_of(plan), " x ", counted(plan.num_sequences, "sequence"), " x ");
+    text.summary = text_of(text_of_heads(plan.num_kv_heads / plan.group_parts, plan.group_parts), " x ",
+                           counted(plan.num_sequences, "sequence"), " x ");
     if (plan.policy == SplitPolicy::by_length) {
         text.summary += text_of("1 to ", counted(plan.num_splits, "split"), " by length, in ",
                                 counted(plan.num_slots, "slot"), " a KV head");
@@ -94,9 +87,10 @@ Explanation describe(const SplitKvPlan& plan) {
 Explanation describe(const StreamKPlan& plan) {
     Explanation text;
     text.kernel = name_of("stream_k_decode", plan.dtype, plan.codes, plan.tiles());
-    text.summary = text_of(
-        heads_of(plan), " x ", counted(plan.num_sequences, "sequence"), ", blocks of ", plan.block_keys,
-        " keys, of which the device gives each CTA its run: ", ctas_of(plan.grid(), plan.threads));
+    text.summary =
+        text_of(text_of_heads(plan.num_kv_heads / plan.group_parts, plan.group_parts), " x ",
+                counted(plan.num_sequences, "sequence"), ", blocks of ", plan.block_keys,
+                " keys, of which the device gives each CTA its run: ", ctas_of(plan.grid(), plan.threads));
     text.file = "src/cuda/decode/stream_k.cuh";
     text.plan = {
         {"dtype", to_string(plan.dtype)},

@@ -149,8 +149,7 @@ Explanation describe(const Sm80BackwardPlan& plan) {
     text.kernel = name_of(plan.dtype, tiles);
     text.summary =
         text_of("query_statistics_kernel; key_gradients_kernel over ", counted(plan.num_key_tiles, "tile"),
-                " of ", tiles.keys.rows(), " keys x ", counted(plan.num_kv_heads, "KV head"),
-                plan.group_parts > 1 ? text_of(" x ", plan.group_parts, " parts of the query heads") : "",
+                " of ", tiles.keys.rows(), " keys x ", text_of_heads(plan.num_kv_heads, plan.group_parts),
                 plan.sums_dq
                     ? "; convert_query_sums_kernel"
                     : text_of("; query_gradients_kernel over ", counted(plan.num_query_tiles, "tile"), " of ",

@@ -252,9 +252,7 @@ Explanation describe(const Sm90BackwardPlan& plan) {
     text.kernel = name_of(plan.dtype, tiles, plan.feature);
     text.summary =
         text_of(counted(plan.num_key_tiles, "tile"), " of ", tiles.cluster_keys(), " keys x ",
-                counted(plan.num_kv_heads, "KV head"),
-                plan.group_parts > 1 ? text_of(" x ", plan.group_parts, " parts of the query heads") : "",
-                ", behind prepare_backward_kernel",
+                text_of_heads(plan.num_kv_heads, plan.group_parts), ", behind prepare_backward_kernel",
                 tiles.dq_apart()                       ? "; sm90_query_gradients_kernel"
                 : converts_beside(tiles, plan.feature) ? ""
                                                        : "; convert_dq_kernel",
