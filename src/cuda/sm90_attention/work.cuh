@@ -117,14 +117,14 @@ class Sm90Scheduler {
           units_a_sequence_(p.num_q_heads / plan.heads),
           index_(blockIdx.x / Config::kCtas) {}
 
-    // To be called first, where row tiles are split or of few rows.
+    // To be called first: it decides what follows from the lengths of all sequences.
     __device__ void look_at_lengths() {
         static_assert(!kFew || !Config::kSplits);
         if (kFew && p_.cu_seqlens_q) count_row_tiles();
         if (Config::kSplits && plan_.by_length) cut_by_length();
     }
 
-    // The current row tile.
+    // The current item: a row tile, or one split of it.
     __device__ Sm90Work work() {
         Sm90Work w{};
         int32_t row_tile = index_;
@@ -216,10 +216,10 @@ class Sm90Scheduler {
         return static_cast<int32_t>((keys + Config::kKeys - 1) / Config::kKeys);
     }
     // Decides whether row tiles are cut by the lengths of their sequences, and into splits of how many tiles
-    // of keys. They are where the longest one would take much longer than an even share of all work, and than
-    // the others: where lengths are alike, plan.num_splits takes care. More splits cost more together, and
-    // take longer to combine, but the last one ends earlier; two for each cluster fit well. Whatever their
-    // number, they take as long as some eight tiles.
+    // of keys. Row tiles are cut where the longest one would take much longer than an even share of all work,
+    // and than the others: where lengths are alike, plan.num_splits takes care. More splits cost more
+    // together and take longer to combine, but the last one ends earlier; two for each cluster fit well.
+    // Whatever their number, splits take as long as some eight tiles more.
     __device__ void cut_by_length() {
         int32_t row_tiles = 0, longest = 0;
         float all = 0.0f;
