@@ -262,6 +262,34 @@ TEST(Plan, OptionsThatNameAKernel) {
 
 // Kernels for decoding serve it where no query sees a key past its own position, as do the instances for
 // ALiBi of Hopper's kernel, which has others where some query does.
+// Where something speaks for unlike lengths, or the call is long.
+TEST(Plan, LooksAtLengths) {
+    auto by_length = [](const PagedAttentionArgs& args) {
+        const Explanation text = explain(args, "h200");
+        EXPECT_EQ(kind_of(text), "sm90_attention");
+        return field(text, "by_length");
+    };
+    Shape drafts{32, 2048};
+    drafts.queries = 8;
+    PagedAttentionArgs args = paged(drafts);
+    EXPECT_EQ(by_length(args), "false") << "all may be as long as page_table has room for";
+    args.k_pages.shape[0] = args.v_pages.shape[0] = 32 * 64;
+    EXPECT_EQ(by_length(args), "true") << "half of that is the mean";
+    args.window_left = 100;
+    EXPECT_EQ(by_length(args), "false") << "all row tiles see as many keys";
+    args.window_left = -1;
+    args.batch_invariant = true;
+    EXPECT_EQ(by_length(args), "false");
+
+    Shape chunks{8, 4096};
+    chunks.queries = 512;
+    EXPECT_EQ(by_length(paged(chunks)), "true") << "a look is little beside it";
+    Shape prompts{2, 3072};
+    prompts.queries = 3072;
+    EXPECT_EQ(field(explain(paged(prompts), "h200"), "warpgroups"), "3");
+    EXPECT_EQ(by_length(paged(prompts)), "false") << "with splits, row tiles would not be chained";
+}
+
 TEST(Plan, SymmetricAlibi) {
     Shape shape{2, 2048};
     shape.queries = 2048;

@@ -190,6 +190,7 @@ inline void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, c
     }
     if (plan.by_length) {
         EXPECT_TRUE(p.paged() && p.batch > 1 && plan.codes == cuda::Codes::none);
+        EXPECT_EQ(p.most_queries, 0) << "the pages of a part of the batch say nothing";
         EXPECT_FALSE(p.batch_invariant) << "what a sequence is cut into depends on the others";
         EXPECT_GE(plan.split_blocks, 1);
         EXPECT_GT(plan.num_counters, std::min<int64_t>(plan.num_row_tiles * cuda::kMaxSm90Splits,

@@ -161,17 +161,23 @@ void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
 }
 
 // Whether the kernel should look at the lengths, and cut the keys of long sequences where they are unlike.
-// Nothing here knows them. A look that finds lengths alike has cost 3 to 5 us. Few rows then take the way of
-// many, which is slower after several rounds.
+// Nothing here knows them. A look that finds lengths alike has cost 3 to 5 us, and few rows, which then take
+// the way of many, more over several rounds. Where the kernel with splits would not chain row tiles, long
+// calls are not looked at. A launch for a part of the batch has pages for that part alone, which say nothing
+// about its lengths.
 bool looks_at_lengths(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& plan) {
-    if (plan.codes != Codes::none || p.batch == 1 || !may_split(p, plan.tiles())) return false;
+    const Sm90Tiles& tiles = plan.tiles();
+    if (plan.codes != Codes::none || p.batch == 1 || p.most_queries > 0 || !may_split(p, tiles)) return false;
     const int64_t keys = visible_keys(p, plan);
     // Unless sequences share pages, their mean length is then at most 9/10 of what page_table has room for,
     // and of what row tiles see.
     const bool are_unlike = 9 * p.batch * keys >= 10 * p.num_pages * p.page_size;
-    // How many tiles of keys an SM visits if all sequences are as long: 200 take about 340 us.
-    const int64_t key_tiles = ceil_divide(keys, plan.tiles().keys) * plan.num_row_tiles / gpu.num_sms;
-    if (!are_unlike && key_tiles < 200) return false;
+    if (!are_unlike) {
+        // How many tiles of keys an SM visits if all sequences are as long: 200 take about 340 us.
+        const int64_t key_tiles = ceil_divide(keys, tiles.keys) * plan.num_row_tiles / gpu.num_sms;
+        const bool unchains = tiles.chained && (!chains_splits(tiles) || p.ranges);
+        if (key_tiles < 200 || unchains) return false;
+    }
     const int64_t rounds = !plan.few_rows ? kManyRounds : are_unlike && p.head_dim <= 128 ? 5 : 3;
     return plan.num_row_tiles <= rounds * gpu.num_sms;
 }

@@ -106,6 +106,9 @@ constexpr Sm90Tiles sm90_code_tiles(int head_dim, int warpgroups) {
 // splits the keys of row tiles. (For few rows, three warpgroups have no registers to spare, and four gain
 // nothing at head dim 64.)
 constexpr bool has_few_rows(int warpgroups, int ctas) { return warpgroups == 2 && ctas == 1; }
+// Whether the kernel with splits, over numbers, chains row tiles. Three consumers have too few registers for
+// it, and so have trees, ranges and codes.
+constexpr bool chains_splits(const Sm90Tiles& tiles) { return tiles.chained && tiles.warpgroups == 2; }
 // Values of another head dim have no kernel with splits.
 constexpr bool has_splits(int head_dim, int value_dim, int ctas) {
     return ctas == 1 && head_dim == value_dim;
@@ -194,9 +197,9 @@ struct Sm90Config {
     static constexpr bool kSplitRanges = kFeature_ == Sm90Feature::split_ranges;
     static constexpr bool kRanges = kFeature_ == Sm90Feature::ranges || kSplitRanges;
     static constexpr bool kSplits = kFeature_ == Sm90Feature::splits || kTree || kSplitRanges;
-    // With splits, three consumers and the other features have too few registers to chain row tiles.
     static constexpr bool kChained =
-        kTiles.chained && (!kSplits || (kFeature_ == Sm90Feature::splits && !kHasCodes && kConsumers == 2));
+        kTiles.chained &&
+        (!kSplits || (kFeature_ == Sm90Feature::splits && !kHasCodes && chains_splits(kTiles)));
     // As a branch in one kernel, ALiBi cost calls without it 2 to 7 % on an H200.
     static constexpr bool kAlibi = kFeature_ == Sm90Feature::alibi;
     // As a branch in those kernels, the other side cost one-sided ALiBi 3 to 5 % at head dim 64 on an H200.

@@ -248,8 +248,9 @@ class Sm90Scheduler {
         // rounds to 2. So there are at most 4/3 / 0.54 = 2.5 for each cluster: fewer than
         // kMostSm90SplitsACta.
         for (int32_t b = threadIdx.x % 32; b < p_.batch; b += 32) {
-            end_ += count_items(b, false, true) + count_items(b, false, false);
-            num_splits_ += count_items(b, false, true);
+            const int32_t splits = count_items(b, false, true);
+            num_splits_ += splits;
+            end_ += splits + count_items(b, false, false);
         }
         num_splits_ = __reduce_add_sync(~0u, num_splits_);
         end_ = __reduce_add_sync(~0u, end_);
