@@ -12,7 +12,7 @@ class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
     CudaPrefillTest() {
         pick_masks(random_, call_.options);
         call_.options.max_seqlen_q = random_.pick({230, 257});
-        call_.with_alibi = random_.one_in(4);
+        call_.with_alibi = random_.one_in(4) && cache_.page_size % 8 == 0;
     }
 
     Random random_{GetParam()};
@@ -22,7 +22,7 @@ class CudaPrefillTest : public ::testing::TestWithParam<unsigned> {
     const int64_t head_dim_ = random_.pick({64, 96, 128, 128, 128, 120, 192, 256});
     const std::vector<int32_t> lengths_q_ = mixed_lengths_q(random_);
     const std::vector<int32_t> lengths_k_ = longer(random_, lengths_q_);
-    Cache cache_{random_, lengths_k_, random_.pick({8, 16, 24, 256}), num_kv_heads_, head_dim_, dtype_};
+    Cache cache_{random_, lengths_k_, random_.pick({1, 5, 8, 16, 24, 256}), num_kv_heads_, head_dim_, dtype_};
     PagedCall call_{random_, cache_, lengths_q_, num_q_heads_, dtype_};
 };
 
@@ -76,7 +76,7 @@ TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
         lengths_q.push_back(random.pick({0, 1, 17, 64, 100, 129, 200}));
         lengths_k.push_back(lengths_q.back() + random.pick({0, 130, 1000, 2501, 4000}));
     }
-    Cache cache(random, lengths_k, random.pick({8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
+    Cache cache(random, lengths_k, random.pick({1, 5, 8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
     PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
     pick_masks(random, call.options);
     if (call.options.window_left >= 0)
@@ -89,7 +89,9 @@ TEST_P(CudaPrefillSplitsTest, AgreesWithTheCpu) {
         for (int32_t length : lengths_k) prefix_lens.push_back(random.pick({0, length / 3, length}));
         call.prefix_lens.emplace(prefix_lens);
     }
-    if (has_work_for_half_of_the_sms(call)) expect_splits(call);
+    // Beside few rows, row tiles of several rounds are not split.
+    if (has_work_for_half_of_the_sms(call) && field(call.explained(), "feature") != "few_rows")
+        expect_splits(call);
     call.run_on_cpu();
     call.expect_right(paged_attention);
 }
@@ -189,7 +191,7 @@ TEST_P(CudaPrefillByLengthTest, AgreesWithTheCpu) {
     std::swap(lengths_q[0], lengths_q.back());  // not always the first sequence
     std::swap(lengths_k[0], lengths_k.back());
     const DType dtype = random_.pick({DType::float16, DType::bfloat16});
-    Cache cache(random_, lengths_k, random_.pick({8, 16, 24, 256}), num_kv_heads_, head_dim_, dtype);
+    Cache cache(random_, lengths_k, random_.pick({1, 5, 8, 16, 24, 256}), num_kv_heads_, head_dim_, dtype);
     PagedCall call(random_, cache, lengths_q, num_kv_heads_ * group_size_, dtype);
     pick_masks(random_, call.options);
     call.options.max_seqlen_q = random_.pick({130, 257});
@@ -273,10 +275,10 @@ TEST(CudaPrefillFewRows, BehindRowTilesWithoutKeys) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 40u));
-INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillSplitsTest, ::testing::Range(0u, 60u));
-INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillByLengthTest, ::testing::Range(0u, 60u));
-INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 12u));  // every head dim
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillTest, ::testing::Range(0u, 60u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillSplitsTest, ::testing::Range(0u, 90u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillByLengthTest, ::testing::Range(0u, 90u));
+INSTANTIATE_TEST_SUITE_P(Seeds, CudaPrefillBitsTest, ::testing::Range(0u, 18u));  // every head dim
 
 }  // namespace
 }  // namespace octavo

@@ -91,7 +91,7 @@ TEST_P(CudaTreeMaskTest, ManyRows) {
         lengths_q.push_back(random.pick({64, 64, 63, 33, 17, 1, 0, 65, 130}));
         lengths_k.push_back(lengths_q.back() + random.pick({0, 1, 17, 70, 130, 1000}));
     }
-    Cache cache(random, lengths_k, random.pick({8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
+    Cache cache(random, lengths_k, random.pick({1, 5, 8, 16, 24, 256}), num_kv_heads, head_dim, dtype);
     PagedCall call(random, cache, lengths_q, num_kv_heads * group_size, dtype);
     call.options.max_seqlen_q = *std::max_element(lengths_q.begin(), lengths_q.end());
     pick_options(random, call);

@@ -144,13 +144,13 @@ TEST(LatentPlan, FewRowsOfManySequencesHaveAKernelOfTheirOwn) {
 TEST(LatentPlan, WithoutPagesKernelsServeThatReadNone) {
     for (int64_t batch : {1, 16, 32, 300}) {
         for (int64_t heads : {16, 128}) {
-            LatentAttentionArgs args = latent(batch, heads, 4096);
-            args.kv_pages.shape[0] = 0;
-            EXPECT_EQ(explain(args, "h200").kernel.find("latent_attention"), 0u) << batch << " x " << heads;
-            args = latent(batch, heads, 4096, true);
-            args.kv_pages.shape[0] = 0;
-            EXPECT_EQ(explain(args, "h200").kernel.find("sm90_latent_attention"), 0u)
-                << batch << " x " << heads;
+            for (bool is_fp8 : {false, true}) {
+                LatentAttentionArgs args = latent(batch, heads, 4096, is_fp8);
+                args.kv_pages.shape[0] = 0;
+                const Explanation text = explain(args, "h200");
+                EXPECT_EQ(text.kernel.find("sm90_latent_attention"), 0u) << batch << " x " << heads;
+                EXPECT_EQ(field(text, "gathers"), is_fp8 ? "false" : "true") << "there is nothing to copy";
+            }
         }
     }
 }

@@ -185,8 +185,26 @@ TEST(Plan, ManyQueries) {
     EXPECT_EQ(kind_of(dense(shape), "b200"), "sm80_attention");
     shape.queries = 20;  // verifies drafts
     EXPECT_EQ(field(explain(paged(shape), "h200"), "feature"), "splits");
-    shape.page_size = 5;
-    EXPECT_EQ(kind_of(paged(shape)), "sm80_attention");
+}
+
+// The copy engine brings a multiple of eight keys at a time; those of other pages are gathered.
+TEST(Plan, SmallPages) {
+    Shape shape{4, 2048};
+    shape.queries = 2048;
+    for (const auto& [page_size, box_keys] : {std::pair(1, "0"), {5, "0"}, {12, "0"}, {24, "8"}, {16, "16"}}) {
+        shape.page_size = page_size;
+        EXPECT_EQ(kind_of(paged(shape)), "sm90_attention");
+        EXPECT_EQ(field(explain(paged(shape), "h200"), "box_keys"), box_keys) << page_size;
+    }
+    shape.page_size = 1;
+    const Explanation text = explain(paged(shape), "h200");
+    EXPECT_EQ(text.kernel, "sm90_attention<bfloat16 over small pages, head_dim 128, 192 rows>");
+    shape.queries = 20;
+    EXPECT_EQ(field(explain(paged(shape), "h200"), "feature"), "splits");
+    shape.queries = 2048;
+    PagedAttentionArgs args = paged(shape);
+    args.alibi_slopes = Arrays().make(DType::float32, {32});
+    EXPECT_EQ(kind_of(args), "sm80_attention");
 }
 
 TEST(Plan, ManyQueriesOfWideHeads) {

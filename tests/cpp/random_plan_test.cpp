@@ -159,6 +159,20 @@ std::set<std::string> all_kernels() {
                 plan.feature = feature;
                 add(plan, dtype, row);
             }
+            if (tiles.ctas > 1) continue;
+            plan.gathers = true;
+            plan.feature = cuda::has_few_rows(tiles.warpgroups, tiles.ctas) ? cuda::Sm90Feature::few_rows
+                                                                            : cuda::Sm90Feature::sinks;
+            add(plan, dtype, row);
+            for (auto feature : {cuda::Sm90Feature::splits, cuda::Sm90Feature::tree}) {
+                const bool is_compiled =
+                    feature == cuda::Sm90Feature::tree
+                        ? cuda::is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas)
+                        : cuda::has_splits(tiles.head_dim, tiles.value_dim, tiles.ctas);
+                if (!is_compiled) continue;
+                plan.feature = feature;
+                add(plan, dtype, row);
+            }
         }
         for (size_t row = 0; row < std::size(cuda::kSm90BlockTiles); ++row) {
             cuda::Sm90Plan plan{};

@@ -157,8 +157,15 @@ inline void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, c
     EXPECT_LE(plan.heads * plan.tokens, 64);
     EXPECT_LE(plan.num_ctas, gpu.num_sms);
     EXPECT_EQ(plan.num_ctas % plan.tiles().ctas, 0);
-    if (plan.codes == cuda::Codes::none) {
+    if (plan.gathers) {
+        EXPECT_EQ(plan.codes, cuda::Codes::none);
+        EXPECT_TRUE(p.paged() && p.page_size % (p.head_dim <= 128 ? 8 : 16) != 0)
+            << "the copy engine would be faster";
+        EXPECT_FALSE(p.alibi_slopes || p.ranges || p.block_mask || p.dropout.any());
+        EXPECT_EQ(plan.tiles().ctas, 1) << "no other row has these instances";
+    } else if (plan.codes == cuda::Codes::none) {
         EXPECT_EQ(plan.tiles().keys % plan.box_keys, 0);
+        EXPECT_TRUE(!p.paged() || plan.box_keys % 8 == 0) << "the copy engine brings eight keys at least";
     }
     EXPECT_GE(plan.order.first_section, 1);
     EXPECT_LE(plan.order.first_section, plan.order.section);

@@ -61,20 +61,20 @@ int32_t num_runs(const LatentAttentionParams& p, const LatentPlan& plan, const G
         std::min<int64_t>(gpu.num_sms / plan.tiles_per_sequence, std::max<int64_t>(most, p.batch)));
 }
 
-// Whether the copy engine can copy tiles of the pages.
+// Whether the copy engine can copy tiles of the pages, and brings enough keys at a time to be faster than
+// threads.
 bool are_boxes(const LatentAttentionParams& p) {
     constexpr int64_t kMostStride = int64_t{1} << 39;  // it takes no larger stride, in elements
-    return (p.page_size % kSm90LatentKeys == 0 ||
-            (p.page_size % 8 == 0 && kSm90LatentKeys % p.page_size == 0)) &&
-           p.num_pages > 0 && p.kv_slot_stride > 0 && (p.num_pages == 1 || p.kv_page_stride > 0) &&
+    return (p.page_size % kSm90LatentKeys == 0 || p.page_size == kSm90LatentKeys / 2) && p.num_pages > 0 &&
+           p.kv_slot_stride > 0 && (p.num_pages == 1 || p.kv_page_stride > 0) &&
            p.kv_slot_stride < kMostStride && p.kv_page_stride < kMostStride;
 }
 
 // Whether sm90_latent serves the call. It scales scores after it has masked them and found their maximum, so
-// the scale has to be positive. Codes of fp8 are loaded by threads, not by the copy engine.
+// the scale has to be positive.
 bool serves_sm90(const LatentAttentionParams& p, const LatentPlan& plan, const Gpu& gpu) {
-    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && (plan.is_fp8() || are_boxes(p)) &&
-           p.softmax_scale > 0.0f && aligned(p.out, 16, {p.out_token_stride, p.out_head_stride}, p.dtype);
+    return gpu.has_sm90_kernels && plan.q_aligned && plan.kv_aligned && p.softmax_scale > 0.0f &&
+           aligned(p.out, 16, {p.out_token_stride, p.out_head_stride}, p.dtype);
 }
 
 // Whether latent_decode can serve the call, which needs all rows of a sequence in one tile, and pages: it
@@ -96,7 +96,7 @@ bool lengths_differ(const LatentAttentionParams& p) {
 // Over 16 bits sm90_latent is as fast or faster where all sequences are alike.
 bool decodes_fastest(const LatentAttentionParams& p, const LatentPlan& plan, bool sm90_serves) {
     if (p.batch < 16) return false;
-    if (plan.is_fp8() || !sm90_serves) return true;
+    if (plan.is_fp8() || plan.gathers || !sm90_serves) return true;
     return p.batch >= 32 && lengths_differ(p);
 }
 
@@ -117,8 +117,11 @@ std::string name_of(DType dtype, bool is_fp8, const LatentTiles& tiles) {
                    tiles.keys, " keys, ", tiles.stages, " stages>");
 }
 
-std::string sm90_name_of(DType dtype, bool is_fp8, bool is_scheduled) {
-    return text_of("sm90_latent_attention<", to_string(dtype), is_fp8 ? " over float8_e4m3fn" : "", ", ",
+std::string sm90_name_of(DType dtype, Sm90LatentCache cache, bool is_scheduled) {
+    const char* const over = cache == Sm90LatentCache::fp8        ? " over float8_e4m3fn"
+                             : cache == Sm90LatentCache::gathered ? " over small pages"
+                                                                  : "";
+    return text_of("sm90_latent_attention<", to_string(dtype), over, ", ",
                    is_scheduled ? "schedule" : "splits", ">");
 }
 
@@ -137,6 +140,7 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
         ++plan.row;
     plan.q_aligned = aligned(p.q, 16, {p.q_token_stride, p.q_head_stride}, p.dtype);
     plan.kv_aligned = aligned(p.kv, 16, {p.kv_page_stride, p.kv_slot_stride}, p.kv_dtype);
+    plan.gathers = !plan.is_fp8() && !are_boxes(p);
     const bool sm90_serves = serves_sm90(p, plan, gpu);
     if (can_decode(p, plan, gpu) && decodes_fastest(p, plan, sm90_serves))
         plan.kernel = LatentKernel::latent_decode;
@@ -148,6 +152,7 @@ LatentPlan plan_latent_attention(const LatentAttentionParams& p, const Gpu& gpu)
     plan.tiles_per_sequence =
         static_cast<int32_t>(ceil_divide(int64_t{p.seqlen_q} * p.num_q_heads, plan.rows()));
     const bool is_sm90 = plan.kernel == LatentKernel::sm90_latent;
+    plan.gathers = plan.gathers && is_sm90;
     plan.cluster = 1;
     if (plan.kernel != LatentKernel::latent_decode) {
         plan.num_splits = p.num_splits > 0
@@ -181,7 +186,7 @@ Explanation describe(const LatentPlan& plan) {
             break;
         case LatentKernel::sm90_latent:
             text.file = "src/cuda/sm90_latent/kernel.cuh";
-            text.kernel = sm90_name_of(plan.dtype, plan.is_fp8(), plan.is_scheduled());
+            text.kernel = sm90_name_of(plan.dtype, plan.cache(), plan.is_scheduled());
             break;
         case LatentKernel::latent_decode:
             text.file = "src/cuda/latent_decode/kernel.cuh";
@@ -212,6 +217,7 @@ Explanation describe(const LatentPlan& plan) {
         {"cluster", int64_t{plan.cluster}},
         {"q_aligned", plan.q_aligned},
         {"kv_aligned", plan.kv_aligned},
+        {"gathers", plan.gathers},
         {"num_ctas", plan.grid().size()},
         {"threads", int64_t{plan.threads()}},
         {"shared_bytes", plan.shared_bytes()},
@@ -227,9 +233,10 @@ Explanation explain(const LatentAttentionParams& p, const Gpu& gpu) {
 std::vector<std::string> latent_attention_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
+        for (auto cache : {Sm90LatentCache::numbers, Sm90LatentCache::gathered, Sm90LatentCache::fp8}) {
+            for (bool is_scheduled : {false, true}) names.push_back(sm90_name_of(dtype, cache, is_scheduled));
+        }
         for (bool is_fp8 : {false, true}) {
-            for (bool is_scheduled : {false, true})
-                names.push_back(sm90_name_of(dtype, is_fp8, is_scheduled));
             names.push_back(decode_name_of(dtype, is_fp8));
             for (const LatentTiles& tiles : kLatentTiles) {
                 names.push_back(name_of(dtype, is_fp8, tiles));

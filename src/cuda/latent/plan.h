@@ -81,6 +81,10 @@ constexpr int64_t latent_decode_shared_bytes(bool is_fp8) {
            2 * 2 * kLatentRows * (keys + 8) * 4 + kLatentRows * 4 + kLatentScheduleBytes;
 }
 
+// What the cache of sm90_latent holds: numbers of 16 bits, which the copy engine brings unless pages are too
+// small for it (`gathered`), or codes of fp8.
+enum class Sm90LatentCache { numbers, gathered, fp8 };
+
 // `latent` runs on all GPUs, the others on Hopper: `sm90_latent` with many rows, `latent_decode` with few.
 enum class LatentKernel { latent, sm90_latent, latent_decode };
 
@@ -95,8 +99,14 @@ struct LatentPlan {
     int32_t num_ctas;            // that share out the keys by their lengths; 0 without a schedule
     int64_t total_rows;
     bool q_aligned, kv_aligned;  // whether all rows start at multiples of 16 bytes
+    bool gathers;                // sm90_latent over 16 bits: whether keys come one by one
 
     bool is_fp8() const { return kv_dtype != dtype; }
+    Sm90LatentCache cache() const {
+        return is_fp8()  ? Sm90LatentCache::fp8
+               : gathers ? Sm90LatentCache::gathered
+                         : Sm90LatentCache::numbers;
+    }
     bool is_scheduled() const { return num_ctas > 0; }
     // Whether CTAs leave partial results in slots of their own, for combine_sm90_latent_kernel.
     bool has_slots() const { return is_scheduled() && kernel == LatentKernel::sm90_latent; }

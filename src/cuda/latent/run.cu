@@ -18,8 +18,8 @@ namespace octavo::cuda {
 template <class T, bool kIsFp8, int kRow>
 void launch_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&, cudaStream_t);
 
-// Compiled from sm90_latent/instance.cu.in. Over fp8 there is no tensor map.
-template <class T, bool kIsFp8>
+// Compiled from sm90_latent/instance.cu.in. The tensor map is for Sm90LatentCache::numbers alone.
+template <class T, Sm90LatentCache kCache>
 void launch_sm90_latent(const LatentAttentionParams&, const LatentPlan&, const LatentLaunch&,
                         const CUtensorMap&, cudaStream_t);
 
@@ -57,10 +57,18 @@ void run(const LatentAttentionParams& p, const LatentPlan& plan, const LatentLau
                 launch_latent_decode<T, false>(p, plan, arguments, stream);
         }
         if (plan.kernel == LatentKernel::sm90_latent) {
-            if (plan.is_fp8())
-                launch_sm90_latent<T, true>(p, plan, arguments, {}, stream);
-            else
-                launch_sm90_latent<T, false>(p, plan, arguments, map_of_pages(p), stream);
+            switch (plan.cache()) {
+                case Sm90LatentCache::numbers:
+                    launch_sm90_latent<T, Sm90LatentCache::numbers>(p, plan, arguments, map_of_pages(p),
+                                                                    stream);
+                    break;
+                case Sm90LatentCache::gathered:
+                    launch_sm90_latent<T, Sm90LatentCache::gathered>(p, plan, arguments, {}, stream);
+                    break;
+                case Sm90LatentCache::fp8:
+                    launch_sm90_latent<T, Sm90LatentCache::fp8>(p, plan, arguments, {}, stream);
+                    break;
+            }
         }
         if (plan.has_slots()) {
             const LaunchShape shape{

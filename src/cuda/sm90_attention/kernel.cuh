@@ -29,7 +29,7 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
         shared.init();
-        if constexpr (Config::kHasCodes) {
+        if constexpr (Config::kHasCodes || Config::kGathers) {
             for (const CUtensorMap* map : {&plan.q, &plan.out}) ptx::tma_prefetch_map(map);
         } else {
             for (const CUtensorMap* map : {&plan.q, &plan.k, &plan.v, &plan.out}) ptx::tma_prefetch_map(map);

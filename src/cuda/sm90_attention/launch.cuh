@@ -1,4 +1,5 @@
-// Launches the instances of one row of kSm90Tiles, or of kSm90CodeTiles.
+// Launches the instances of one row of kSm90Tiles, or of kSm90CodeTiles, or those of some head dims that
+// gather keys.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -80,6 +81,27 @@ void launch_sm90_attention(const AttentionParams& params, const Sm90Plan& plan, 
     if (plan.feature == Sm90Feature::dropout)
         run =
             launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, kCtas, Sm90Feature::dropout>>;
+    run(params, plan, arguments, stream);
+}
+
+// Launches the instances of one row of kSm90Tiles that gather keys. Calls without splits and tree masks take
+// the kernel for few rows, if there is one.
+template <class T, int kHeadDim, int kValueDim, int kWarpgroups>
+void launch_sm90_attention_gathered(const AttentionParams& params, const Sm90Plan& plan,
+                                    const Sm90Launch& arguments, cudaStream_t stream) {
+    constexpr Sm90Cache kCache = Sm90Cache::gathered;
+    constexpr Sm90Feature kOther = has_few_rows(kWarpgroups, 1) ? Sm90Feature::few_rows : Sm90Feature::sinks;
+    auto run = launch_sm90_kernel<T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, 1, kOther, kCache>>;
+    if constexpr (has_splits(kHeadDim, kValueDim, 1)) {
+        if (plan.feature == Sm90Feature::splits)
+            run = launch_sm90_kernel<
+                T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, 1, Sm90Feature::splits, kCache>>;
+    }
+    if constexpr (is_first_row(kHeadDim, kValueDim, kWarpgroups, 1)) {
+        if (plan.feature == Sm90Feature::tree)
+            run = launch_sm90_kernel<
+                T, Sm90Config<kHeadDim, kValueDim, kWarpgroups, 1, Sm90Feature::tree, kCache>>;
+    }
     run(params, plan, arguments, stream);
 }
 

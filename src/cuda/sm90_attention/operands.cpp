@@ -38,7 +38,8 @@ int64_t num_outer_k(const AttentionParams& p) {
 
 // For packed keys, the parameters hold only the length of the longest sequence.
 int64_t num_tokens_k(const AttentionParams& p) {
-    return p.paged() || p.cu_seqlens_k ? kAnyNumber : p.seqlen_k;
+    if (p.paged()) return p.page_size;
+    return p.cu_seqlens_k ? kAnyNumber : p.seqlen_k;
 }
 
 int32_t k_edge(const AttentionParams& p) { return p.paged() ? p.page_size : p.seqlen_k; }

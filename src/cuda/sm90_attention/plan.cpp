@@ -178,7 +178,8 @@ bool looks_at_lengths(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& 
         const bool unchains = tiles.chained && (!chains_splits(tiles) || p.ranges);
         if (key_tiles < 200 || unchains) return false;
     }
-    const int64_t rounds = !plan.few_rows ? kManyRounds : are_unlike && p.head_dim <= 128 ? 5 : 3;
+    const bool few_rows = plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas);
+    const int64_t rounds = !few_rows ? kManyRounds : are_unlike && p.head_dim <= 128 ? 5 : 3;
     return plan.num_row_tiles <= rounds * gpu.num_sms;
 }
 
@@ -189,8 +190,10 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (p.ranges) return plan.may_split() ? Sm90Feature::split_ranges : Sm90Feature::ranges;
     if (plan.may_split()) return Sm90Feature::splits;
     const Sm90Tiles& tiles = plan.tiles();
-    // Over codes, one instance serves all other calls.
+    // Over codes, and where keys are gathered, one instance serves all other calls.
     if (plan.codes != Codes::none) return tiles.warpgroups == 1 ? Sm90Feature::sinks : Sm90Feature::few_rows;
+    if (plan.gathers)
+        return has_few_rows(tiles.warpgroups, tiles.ctas) ? Sm90Feature::few_rows : Sm90Feature::sinks;
     if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
     if (p.softcap > 0.0f) return Sm90Feature::softcap;
     if (p.sinks || p.attention_chunk.divisor > 0) return Sm90Feature::sinks;
@@ -239,14 +242,30 @@ bool can_convert(const AttentionParams& p, std::string* why_not) {
     return false;
 }
 
+// Whether keys can be gathered one by one.
+bool can_gather(const AttentionParams& p, std::string* why_not) {
+    if (p.alibi_slopes || p.ranges) {
+        refuse(why_not, "no instance that gathers keys from pages of ", p.page_size, " has ",
+               p.alibi_slopes ? "ALiBi" : "bidirectional_ranges");
+        return false;
+    }
+    if (is_within_reach(p, p.dtype, p.k_outer_stride, p.k_token_stride, p.k_head_stride) &&
+        is_within_reach(p, p.dtype, p.v_outer_stride, p.v_token_stride, p.v_head_stride))
+        return true;
+    refuse(why_not, "it gathers keys from pages of ", p.page_size,
+           " with offsets that reach the 64 GB behind an array's first element, and k_pages or v_pages have "
+           "elements beyond");
+    return false;
+}
+
 std::string name_of_blocks(DType dtype, const Sm90BlockTiles& row) {
     return text_of("sm90_attention<", to_string(dtype), ", head_dim ", row.tiles.head_dim, ", blocks of ",
                    row.block_size, ">");
 }
 // Over codes, one instance serves all types of q.
-std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles) {
-    return text_of("sm90_attention<", to_string(dtype), has_codes ? " over codes" : "", ", head_dim ",
-                   tiles.head_dim,
+std::string name_of(DType dtype, bool has_codes, const Sm90Tiles& tiles, bool gathers = false) {
+    return text_of("sm90_attention<", to_string(dtype), has_codes ? " over codes" : "",
+                   gathers ? " over small pages" : "", ", head_dim ", tiles.head_dim,
                    tiles.value_dim != tiles.head_dim ? text_of(", values of ", tiles.value_dim) : "", ", ",
                    kGroupRows * tiles.warpgroups, " rows", tiles.ctas > 1 ? " in pairs>" : ">");
 }
@@ -334,6 +353,20 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       "; it has up to 256 of both where these are equally many blocks of 64 columns, and "
                       "keys of 136 to 192 with values of 72 to 128");
     }
+    if (!has_codes) {
+        const int32_t keys = plan.tiles().keys;
+        plan.box_keys = p.paged() ? std::gcd(p.page_size, keys) : keys / plan.tiles().ctas;
+        // The copy engine brings a multiple of eight keys at a time; eight of wide heads take it too long.
+        const bool has_boxes = plan.box_keys % 8 == 0;
+        const bool has_slow_boxes = plan.box_keys == 8 && plan.tiles().head_dim > 128;
+        if (!has_boxes && beside)
+            return refuse(why_not, "no instance that gathers keys leaves room on its SM");
+        if (!has_boxes && !can_gather(p, why_not)) return std::nullopt;
+        if (!has_boxes || (has_slow_boxes && !beside && can_gather(p, nullptr))) {
+            plan.box_keys = 0;
+            plan.gathers = true;
+        }
+    }
     const Sm90Tiles& tiles = plan.tiles();
     if (!has_codes && has_first_row_alone(p) &&
         !is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas)) {
@@ -352,13 +385,6 @@ std::optional<Sm90Plan> make_plan(const AttentionParams& p, const Gpu& gpu, std:
                       " SMs without work: ", counted(plan.num_row_tiles, "tile"), " of ",
                       kGroupRows * tiles.row_blocks(), " rows, each split over ", counted(most_splits, "CTA"),
                       " at most");
-    }
-    plan.box_keys = has_codes ? 0 : p.paged() ? std::gcd(p.page_size, tiles.keys) : tiles.keys / tiles.ctas;
-    if (p.paged() && plan.box_keys % 8 != 0) {
-        return refuse(why_not,
-                      "the copy engine (TMA) brings a multiple of eight keys at a time, and pages of ",
-                      p.page_size, " and tiles of ", tiles.keys, " keys have ", plan.box_keys,
-                      " as their greatest common divisor");
     }
     if (plan.num_row_tiles + int64_t{p.num_q_heads} * p.batch >= kMaxIndex)
         return refuse(why_not, "it counts row tiles in 32 bits, and there are ", plan.num_row_tiles);
@@ -388,7 +414,7 @@ Explanation describe(const Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     Explanation text;
     text.kernel = plan.has_blocks() ? name_of_blocks(plan.dtype, kSm90BlockTiles[plan.block_row])
-                                    : name_of(plan.dtype, plan.codes != Codes::none, tiles);
+                                    : name_of(plan.dtype, plan.codes != Codes::none, tiles, plan.gathers);
     text.summary =
         text_of(counted(plan.num_row_tiles, "tile"), " of ", kGroupRows * tiles.row_blocks(), " rows");
     if (plan.has_blocks())
@@ -413,6 +439,7 @@ Explanation describe(const Sm90Plan& plan) {
         {"heads", plan.heads},
         {"tokens", plan.tokens},
         {"box_keys", plan.box_keys},
+        {"gathers", plan.gathers},
         {"few_rows", plan.few_rows},
         {"num_row_tiles", plan.num_row_tiles},
         {"unit_row_tiles", plan.order.unit_row_tiles},
@@ -435,7 +462,10 @@ Explanation describe(const Sm90Plan& plan) {
 std::vector<std::string> sm90_attention_instances() {
     std::vector<std::string> names;
     for (DType dtype : kAttentionTypes) {
-        for (const Sm90Tiles& tiles : kSm90Tiles) names.push_back(name_of(dtype, false, tiles));
+        for (const Sm90Tiles& tiles : kSm90Tiles) {
+            names.push_back(name_of(dtype, false, tiles));
+            if (tiles.ctas == 1) names.push_back(name_of(dtype, false, tiles, true));
+        }
         for (const Sm90Tiles& tiles : kSm90CodeTiles) names.push_back(name_of(dtype, true, tiles));
         for (const Sm90BlockTiles& row : kSm90BlockTiles) names.push_back(name_of_blocks(dtype, row));
     }

@@ -24,7 +24,8 @@ struct Sm90Plan {
     int32_t block_row;  // a row of kSm90BlockTiles, with a block mask
     int32_t num_sequences;
     int32_t heads, tokens;  // heads and tokens side by side in the 64 rows of a warpgroup
-    int32_t box_keys;       // keys that one copy brings; 0 over codes, which the copy engine does not bring
+    int32_t box_keys;       // keys that one copy brings; 0 where the copy engine brings none
+    bool gathers;           // whether keys are gathered one by one, from small pages
     bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 

@@ -5,6 +5,7 @@
 #include "cuda/ptx/l2_policy.h"
 #include "cuda/ptx/tma.h"
 #include "cuda/ptx/warpgroup.h"
+#include "cuda/sm90_attention/gather.cuh"
 #include "cuda/sm90_attention/shared.cuh"
 
 namespace octavo::cuda {
@@ -229,6 +230,22 @@ __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan,
 
         if constexpr (Config::kHasCodes) {
             load_q<Config>(p, plan, work, shared, q_ring);
+        } else if constexpr (Config::kGathers) {
+            auto tiles = key_tiles<Config>(p, plan, work);
+            const auto keys = KeyGatherer<Config, Config::kColumnBlocks>::keys(p, plan, work);
+            const int32_t last = tiles.last();
+            int32_t first_key = last >= 0 ? tiles.start(last) : work.seqlen_k;
+            auto pages = keys.load_pages(first_key);
+            for (int32_t i = last, next; i >= 0; i = next) {
+                next = tiles.before(i);
+                const auto places = keys.find(first_key, pages);
+                if (next >= 0) pages = keys.load_pages(first_key = tiles.start(next));
+                ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
+                keys.gather(shared.k[ring.slot], &shared.k_full[ring.slot], places);
+                ring.advance();
+                if (i == last) load_q<Config>(p, plan, work, shared, q_ring);
+            }
+            if (last < 0) load_q<Config>(p, plan, work, shared, q_ring);
         } else {
             auto tiles = key_tiles<Config>(p, plan, work);
             const KeyLoader<Config> loader(p, plan, work);
@@ -262,6 +279,20 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
         const Sm90Work work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
         auto tiles = key_tiles<Config>(p, plan, work);
+        if constexpr (Config::kGathers) {
+            const auto values = KeyGatherer<Config, Config::kValueBlocks>::values(p, plan, work);
+            int32_t i = tiles.last(), first_key = i >= 0 ? tiles.start(i) : work.seqlen_k;
+            auto pages = values.load_pages(first_key);
+            while (i >= 0) {
+                i = tiles.before(i);
+                const auto places = values.find(first_key, pages);
+                if (i >= 0) pages = values.load_pages(first_key = tiles.start(i));
+                ptx::mbarrier_wait(&shared.v_empty[ring.slot], ring.parity ^ 1);
+                values.gather(shared.v[ring.slot], &shared.v_full[ring.slot], places);
+                ring.advance();
+            }
+            continue;
+        }
         const KeyLoader<Config> loader(p, plan, work);
         const int32_t last = tiles.last();
         int32_t pages = last >= 0 ? loader.find_pages(tiles.start(last)) : 0;

@@ -15,6 +15,9 @@ namespace octavo::cuda {
 // Each row of kSm90Tiles has one for each type, compiled from instance.cu.in.
 template <class T, int kHeadDim, int kValueDim, int kWarpgroups, int kCtas>
 void launch_sm90_attention(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
+// Each row without pairs has one that gathers keys, compiled from gathered_instance.cu.in.
+template <class T, int kHeadDim, int kValueDim, int kWarpgroups>
+void launch_sm90_attention_gathered(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
 // Each row of kSm90CodeTiles has some, compiled from code_instance.cu.in.
 template <Sm90Cache kCache, int kHeadDim>
 void launch_sm90_attention_codes(const AttentionParams&, const Sm90Plan&, const Sm90Launch&, cudaStream_t);
@@ -27,6 +30,12 @@ template <class T, size_t... kRows>
 constexpr std::array<Launch, sizeof...(kRows)> launches(std::index_sequence<kRows...>) {
     return {launch_sm90_attention<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].value_dim,
                                   kSm90Tiles[kRows].warpgroups, kSm90Tiles[kRows].ctas>...};
+}
+// Rows of pairs, which serve no pages, have the launch of a row before them.
+template <class T, size_t... kRows>
+constexpr std::array<Launch, sizeof...(kRows)> gathering_launches(std::index_sequence<kRows...>) {
+    return {launch_sm90_attention_gathered<T, kSm90Tiles[kRows].head_dim, kSm90Tiles[kRows].value_dim,
+                                           kSm90Tiles[kRows].warpgroups>...};
 }
 template <Sm90Cache kCache, size_t... kRows>
 constexpr std::array<Launch, sizeof...(kRows)> code_launches(std::index_sequence<kRows...>) {
@@ -42,6 +51,11 @@ Launch find_launch(const Sm90Plan& plan) {
         static constexpr auto kOfHeads = code_launches<Sm90Cache::codes>(kCodeRows);
         static constexpr auto kOfTokens = code_launches<Sm90Cache::codes_of_tokens>(kCodeRows);
         return plan.token_scales ? kOfTokens.at(plan.row) : kOfHeads.at(plan.row);
+    }
+    if (plan.gathers) {
+        static constexpr auto kFloat16 = gathering_launches<float16>(kRows);
+        static constexpr auto kBfloat16 = gathering_launches<bfloat16>(kRows);
+        return plan.dtype == DType::float16 ? kFloat16.at(plan.row) : kBfloat16.at(plan.row);
     }
     static constexpr auto kFloat16 = launches<float16>(kRows);
     static constexpr auto kBfloat16 = launches<bfloat16>(kRows);

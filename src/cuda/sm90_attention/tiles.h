@@ -156,8 +156,9 @@ enum class Sm90Feature {
     small_blocks
 };
 
-// What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token.
-enum class Sm90Cache { numbers, codes, codes_of_tokens };
+// What K and V hold: 16-bit numbers, or codes, with scales of whole KV heads or of each token. The copy
+// engine brings numbers, unless pages are too small for it: `gathered`.
+enum class Sm90Cache { numbers, gathered, codes, codes_of_tokens };
 
 template <int kHeadDim_, int kValueDim_, int kConsumers_, int kCtas_, Sm90Feature kFeature_,
           Sm90Cache kCache_ = Sm90Cache::numbers>
@@ -168,7 +169,8 @@ struct Sm90Config {
                                       : kFeature_ == Sm90Feature::small_blocks ? 64
                                                                                : 0;
     static constexpr bool kBlocks = kBlockSize > 0;
-    static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers;
+    static constexpr bool kGathers = kCache_ == Sm90Cache::gathered;
+    static constexpr bool kHasCodes = kCache_ != Sm90Cache::numbers && !kGathers;
     static constexpr bool kTokenScales = kCache_ == Sm90Cache::codes_of_tokens;
     static constexpr Sm90Tiles kTiles = kHasCodes ? sm90_code_tiles(kHeadDim_, kConsumers_)
                                         : kBeside ? kSm90TilesBeside
@@ -219,18 +221,19 @@ struct Sm90Config {
     static constexpr int kGroupRows = kSm90GroupRows;
     // Over codes: the warpgroups that convert. One converts K and V, and of two, each one of these.
     static constexpr int kConverters = kHasCodes ? 3 - kConsumers : 0;
-    // Whether consumers order the numbers that converters wrote before their own products. The fence waits
+    // Whether consumers order the numbers that other threads wrote before their own products. The fence waits
     // for loads that are under way: converters, of which one has two tiles on their way, would wait for
-    // these.
-    static constexpr bool kConsumersFence = kConverters == 2;
+    // these, and so would a warp that gathers keys.
+    static constexpr bool kConsumersFence = kConverters == 2 || kGathers;
     // The order of warpgroups: the producer, over codes the converters, and the consumers.
     static constexpr int kFirstConsumer = 1 + kConverters;
     static constexpr int kThreads = 128 * (kFirstConsumer + kConsumers);
-    // How many warps hand on a tile of K or V: one of the producer, or all four of a converter.
-    static constexpr int kTileArrivals = kHasCodes ? 4 : 1;
+    // How many arrivals hand on a tile of K or V: those of the copies of each lane that gathers it, one of
+    // each warp of a converter, or one of the producer.
+    static constexpr int kTileArrivals = kHasCodes ? 4 : kGathers ? 32 : 1;
     // Whether a warp of its own hands out work. Elsewhere the one that loads Q and K does, which is quicker
     // where no lengths have to be looked at.
-    static constexpr bool kOwnScheduler = kSplits && !kHasCodes;
+    static constexpr bool kOwnScheduler = (kSplits || kGathers) && !kHasCodes;
     static_assert(!kOwnScheduler || kCtas_ == 1);
     // How many warps take work besides those of the consumers: the one that stores results, over codes those
     // that convert queries, K and V, and otherwise all of each producer's but the one that hands it out.
@@ -258,9 +261,10 @@ struct Sm90Config {
                                                                  : 232;
     static_assert(!kBeside || kProducerRegisters + kConsumers * kConsumerRegisters <=
                                   (kConsumers + 1) * kSm90RegistersBeside);
-    static_assert(!kHasCodes ||
+    // A warpgroup would wait for ever for more registers than a CTA starts with: multiples of eight a thread.
+    static_assert(kBeside ||
                   kProducerRegisters + kConverters * kConverterRegisters + kConsumers * kConsumerRegisters <=
-                      512);
+                      kThreads / 128 * (65536 / kThreads / 8 * 8));
     // Whether the code between two row tiles is kept short, at the cost of registers that other kernels lack.
     static constexpr bool kShortEnds = !kAlibi && !kSymmetricAlibi && !kDropout && !kSplits && kCtas == 1;
     // In the kernel with splits, the way of few rows made all row tiles slower, since registers spilled.

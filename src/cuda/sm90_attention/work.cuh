@@ -215,11 +215,11 @@ class Sm90Scheduler {
             keys = min(keys, int64_t{p_.window_left} + p_.window_right + tile_tokens_);
         return static_cast<int32_t>((keys + Config::kKeys - 1) / Config::kKeys);
     }
-    // Decides whether row tiles are cut by the lengths of their sequences, and into splits of how many tiles
-    // of keys. Row tiles are cut where the longest one would take much longer than an even share of all work,
-    // and than the others: where lengths are alike, plan.num_splits takes care. More splits cost more
-    // together and take longer to combine, but the last one ends earlier; two for each cluster fit well.
-    // Whatever their number, splits take as long as some eight tiles more.
+    // Decides whether the lengths of the sequences, where they are unlike, order the row tiles, and whether
+    // they are cut by them, and into splits of how many tiles of keys. They are cut where the longest one
+    // would take much longer than an even share of all work: where lengths are alike, plan.num_splits takes
+    // care. More splits cost more together and take longer to combine, but the last one ends earlier; two for
+    // each cluster fit well. Whatever their number, splits take as long as some eight tiles more.
     __device__ void cut_by_length() {
         int32_t row_tiles = 0, longest = 0;
         float all = 0.0f;
@@ -239,34 +239,43 @@ class Sm90Scheduler {
         const float share = __fdividef(all, num_clusters());
         const float square = fmaxf(3.0f * share, 0.65f * longest);
         const float split_tiles = fmaxf(square * rsqrtf(square), 0.54f * share);
-        by_length_ = longest > fmaxf(1.25f * share, 1.5f * split_tiles) &&
-                     longest > fmaxf(share, split_tiles) + 8.0f &&
-                     longest * static_cast<float>(row_tiles) > 1.5f * all;
+        by_length_ = longest * static_cast<float>(row_tiles) > 1.5f * all && longest > 8;
         if (!by_length_) return;
-        splits_a_key_tile_ = __fdividef(1.0f, split_tiles);
+        const bool is_cut =
+            longest > fmaxf(1.25f * share, 1.5f * split_tiles) && longest > fmaxf(share, split_tiles) + 8.0f;
+        splits_a_key_tile_ = is_cut ? __fdividef(1.0f, split_tiles) : 0.0f;
         // A row tile that is cut has at most 4/3 as many splits as it has times `split_tiles`, since 1.5
         // rounds to 2. So there are at most 4/3 / 0.54 = 2.5 for each cluster: fewer than
         // kMostSm90SplitsACta.
         for (int32_t b = threadIdx.x % 32; b < p_.batch; b += 32) {
-            const int32_t splits = count_items(b, false, true);
-            num_splits_ += splits;
-            end_ += splits + count_items(b, false, false);
+            const int32_t splits = splits_of(b);
+            end_ += count_row_tiles(b, false) * splits;
+            if (splits == 1) longest_whole_ = max(longest_whole_, count_key_tiles(b));
         }
-        num_splits_ = __reduce_add_sync(~0u, num_splits_);
         end_ = __reduce_add_sync(~0u, end_);
+        longest_whole_ = __reduce_max_sync(~0u, longest_whole_);
+        orders_ = longest_whole_ > 0.25f * share;
     }
     // How many splits each row tile of sequence b has.
     __device__ int32_t splits_of(int32_t b) const {
         if (!by_length()) return 1;
         return min(max(__float2int_rn(count_key_tiles(b) * splits_a_key_tile_), 1), kMaxSm90Splits);
     }
-    // How many items of work sequence b is, if its row tiles are split (or, without `split`, if they are
-    // not).
-    __device__ int32_t count_items(int32_t b, bool few, bool split) const {
+    // By length, splits are handed out first, and then whole row tiles: the long ones before the short ones,
+    // if they are long, in bands, each of which has row tiles of up to 0.7 times the length of the band
+    // before. (To look for the next sequence of a band takes time, too.)
+    static constexpr int32_t kBands = 7;
+    __device__ int32_t band_of(int32_t b, int32_t splits) const {
+        if (splits > 1 || !orders_) return splits == 1;
+        const float ratio = __fdividef(longest_whole_, count_key_tiles(b));  // may be infinite
+        return 1 + static_cast<int32_t>(fminf(2.0f * __log2f(ratio), kBands - 2));
+    }
+    // How many items of work sequence b is; by length, if it is in the current band.
+    __device__ int32_t count_items(int32_t b, bool few) const {
         const int32_t row_tiles = count_row_tiles(b, few);
-        if (row_tiles == 0) return 0;
+        if (row_tiles == 0 || !by_length()) return row_tiles;
         const int32_t splits = splits_of(b);
-        return (splits > 1) == split ? row_tiles * splits : 0;
+        return band_of(b, splits) == band_ ? row_tiles * splits : 0;
     }
     __device__ void count_row_tiles() {
         int32_t few = 0, many = 0;
@@ -295,15 +304,14 @@ class Sm90Scheduler {
         int32_t before = __shfl_sync(~0u, before_, few);
         int32_t sequence_items = __shfl_sync(~0u, sequence_items_, few);
         if (batch >= 0 && index < before + sequence_items) return;
-        const bool split = index < num_splits_;
         before += sequence_items;
-        int32_t base = batch + 1;
-        if (by_length() && !split && before <= num_splits_) {  // once more, for whole row tiles
-            base = 0;
-            before = num_splits_;
-        }
-        for (; base < p_.batch; base += 32) {
-            const int32_t items = count_items(base + threadIdx.x % 32, few, split);
+        for (int32_t base = batch + 1;; base += 32) {
+            if (base >= p_.batch) {
+                batch = -1;
+                if (!by_length() || index >= end_ || ++band_ >= kBands) break;
+                base = 0;  // once more, for the next band
+            }
+            const int32_t items = count_items(base + threadIdx.x % 32, few);
             const int32_t end = inclusive_sum(items);
             const uint32_t past = __ballot_sync(~0u, index < before + end);
             if (past) {
@@ -315,10 +323,7 @@ class Sm90Scheduler {
             }
             before += __shfl_sync(~0u, end, 31);
         }
-        if (base >= p_.batch) {
-            batch = -1;
-            if (!kFew && !by_length()) end_ = before;
-        }
+        if (batch < 0 && !kFew && !by_length()) end_ = before;
         if (threadIdx.x % 32 == few) {
             batch_ = batch;
             before_ = before;
@@ -332,11 +337,14 @@ class Sm90Scheduler {
     int32_t index_;
     int32_t drawn_ = 0;
     int32_t end_ = 0;  // items in all, once known
-    // Whether row tiles are cut by the lengths of their sequences, and then how many splits a tile of keys is
-    // worth.
+    // Whether row tiles are handed out by the lengths of their sequences, and then how many splits a tile of
+    // keys is worth (0: none is cut), how many tiles of keys a row tile that is not cut visits at most,
+    // whether these go by bands, and the current band.
     bool by_length_ = false;
     float splits_a_key_tile_ = 0.0f;
-    int32_t num_splits_ = 0;  // how many items are splits; they come first, before row tiles that are whole
+    int32_t longest_whole_ = 0;
+    bool orders_ = false;
+    int32_t band_ = 0;
     // For packed queries: how many row tiles have many rows, and how many in 2^16 row tiles have few. For
     // this lane's kind of items (row tiles, or by length also splits): the current sequence, the number of
     // its items over all heads, and the number of items before it.

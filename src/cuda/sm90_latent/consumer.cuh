@@ -18,7 +18,7 @@
 namespace octavo::cuda {
 
 // One of the two consumer warpgroups, for one work.
-template <class T, bool kIsFp8, int kWarpgroup, bool kReleasesQueries>
+template <class T, Sm90LatentCache kCache, int kWarpgroup, bool kReleasesQueries>
 class Sm90LatentConsumer {
   public:
     __device__ Sm90LatentConsumer(const LatentAttentionParams& p, const LatentLaunch& launch,
@@ -57,7 +57,9 @@ class Sm90LatentConsumer {
     }
 
   private:
-    using Number = Sm90LatentNumber<T, kIsFp8>;
+    using Number = Sm90LatentNumber<T, kCache>;
+    static constexpr bool kIsFp8 = kCache == Sm90LatentCache::fp8;
+    static constexpr bool kCopyEngine = kCache == Sm90LatentCache::numbers;  // brings the keys
     using Block = Sm90LatentShared::Block;
     static constexpr int kBlocks = Sm90LatentShared::kBlocks, kHalfBlocks = Sm90LatentShared::kHalfBlocks;
     static constexpr int kOther = 1 - kWarpgroup;
@@ -173,17 +175,18 @@ class Sm90LatentConsumer {
         }
     }
 
-    // Waits for half of this warpgroup's tile. What threads have converted needs a fence before wgmma reads
-    // it, on the other warpgroup's behalf, too. The converter would have to wait there for all of its loads.
+    // Waits for half of this warpgroup's tile. What threads have converted or gathered needs a fence before
+    // wgmma reads it, on the other warpgroup's behalf, too. They would have to wait there for all of their
+    // loads.
     __device__ void wait_for_keys(int half, uint32_t parity) {
         ptx::mbarrier_wait(&shared_.full[kWarpgroup][half], parity);
-        if constexpr (kIsFp8) ptx::fence_proxy_async();
+        if constexpr (!kCopyEngine) ptx::fence_proxy_async();
     }
 
     // Zeroes the values of keys behind the last one, which may hold any number: 0 x NaN would spoil the sums.
-    // The converter has written zeros there.
+    // Threads that convert or gather have written zeros there.
     __device__ void zero_unseen(int32_t i) {
-        if constexpr (kIsFp8) return;
+        if constexpr (!kCopyEngine) return;
         const int32_t keys = work_.keys_of(i);
         if (keys >= kSm90LatentKeys) return;
         constexpr int kChunks = 2 * kHalfBlocks * 8;  // pieces of 16 bytes in a row

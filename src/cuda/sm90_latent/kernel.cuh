@@ -7,8 +7,9 @@
 //  - by a schedule (latent/schedule.cuh) a run of all sequences' keys, one sequence behind the other; grid: a
 //    CTA for each tile of rows of a sequence, for each run. What it has of sequences that it shares with
 //    other CTAs, it leaves for combine_sm90_latent_kernel (combine.cuh).
-// Two warpgroups multiply; a third one loads, by the copy engine or, over codes of fp8, by converting them.
-// Over 16 bits with a schedule its idle warps copy the queries of the next sequence, too.
+// Two warpgroups multiply; a third one loads: by the copy engine, key by key where pages are too small for
+// it, or, over codes of fp8, by converting them.
+// Beside the copy engine, with a schedule, its idle warps copy the queries of the next sequence, too.
 // Keys arrive in tiles of 64, two at a time, an even one and an odd one. Warpgroup w has the scores of tile w
 // of a pair, and half w of the columns of the results, 64 x 256 in registers, for both tiles:
 //
@@ -34,6 +35,7 @@
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90_latent/consumer.cuh"
 #include "cuda/sm90_latent/converter.cuh"
+#include "cuda/sm90_latent/gatherer.cuh"
 #include "cuda/sm90_latent/producer.cuh"
 #include "cuda/sm90_latent/queries.cuh"
 #include "cuda/sm90_latent/shared.cuh"
@@ -46,26 +48,32 @@
 namespace octavo::cuda {
 
 // Registers of a thread: those of three warpgroups fill the SM. With a schedule, loading takes a few more.
-template <bool kIsFp8, bool kIsScheduled>
+template <Sm90LatentCache kCache, bool kIsScheduled>
 struct Sm90LatentRegisters {
-    static constexpr int kConsumer = kIsFp8 ? (kIsScheduled ? 216 : 208) : (kIsScheduled ? 232 : 240);
+    static constexpr int kConsumer =
+        kCache != Sm90LatentCache::numbers ? (kIsScheduled ? 216 : 208) : (kIsScheduled ? 232 : 240);
     static constexpr int kProducer = 504 - 2 * kConsumer;
 };
 
-template <class T, bool kIsFp8, bool kIsScheduled>
+template <class T, Sm90LatentCache kCache, bool kIsScheduled>
 __global__ void __launch_bounds__(kSm90LatentThreads, 1)
     sm90_latent_attention_kernel(const __grid_constant__ LatentAttentionParams p,
                                  const __grid_constant__ LatentLaunch launch,
                                  const __grid_constant__ CUtensorMap map) {
     // Whether warps that do not load keys copy the queries of the next work. Without a schedule there is
     // none.
-    constexpr bool kCopiesQueries = kIsScheduled && !kIsFp8;
+    constexpr bool kCopiesQueries = kIsScheduled && kCache == Sm90LatentCache::numbers;
+    // How many arrivals hand on half of a tile: those of the copies of each thread that gathers, or one of
+    // each warp that converts.
+    constexpr int kArrivals = kCache == Sm90LatentCache::gathered ? 128
+                              : kCache == Sm90LatentCache::fp8    ? 4
+                                                                  : 1;
     extern __shared__ __align__(1024) unsigned char sm90_latent_bytes[];
     auto& shared = *reinterpret_cast<Sm90LatentShared*>(sm90_latent_bytes);
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < 4; ++i) {
-            ptx::mbarrier_init(&shared.full[i / 2][i % 2], kIsFp8 ? 4 : 1);  // the warps that convert arrive
+            ptx::mbarrier_init(&shared.full[i / 2][i % 2], kArrivals);
             ptx::mbarrier_init(&shared.empty[i / 2][i % 2], 4);  // the warps of one warpgroup arrive
         }
         if constexpr (kCopiesQueries) {
@@ -73,7 +81,7 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
             ptx::mbarrier_init(&shared.queries_empty, 8);  // the warps of both consumers arrive
         }
         ptx::mbarrier_init_fence();
-        if constexpr (!kIsFp8) ptx::tma_prefetch_map(&map);
+        if constexpr (kCache == Sm90LatentCache::numbers) ptx::tma_prefetch_map(&map);
     }
     __syncthreads();
     ptx::launch_dependents();
@@ -85,11 +93,14 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
             return Sm90LatentSplit(p, launch, shared);
     }();
     if (works.is_empty()) return;
-    using Registers = Sm90LatentRegisters<kIsFp8, kIsScheduled>;
+    using Registers = Sm90LatentRegisters<kCache, kIsScheduled>;
     Sm90LatentPhases phases;
     if (warpgroup == 2) {
         ptx::lower_registers<Registers::kProducer>();
-        if constexpr (kIsFp8) {
+        if constexpr (kCache == Sm90LatentCache::gathered) {
+            works.for_each(
+                [&](const auto& work) { Sm90LatentGatherer(p, launch, shared, work).run(phases); });
+        } else if constexpr (kCache == Sm90LatentCache::fp8) {
             works.for_each(
                 [&](const auto& work) { Sm90LatentConverter(p, launch, shared, work).run(phases); });
         } else if (threadIdx.x / 32 == 8) {
@@ -107,10 +118,10 @@ __global__ void __launch_bounds__(kSm90LatentThreads, 1)
                 if constexpr (kCopiesQueries)
                     ptx::mbarrier_wait(&shared.queries_full, phases.of_queries());
                 else
-                    copy_sm90_latent_queries<T, kIsFp8>(p, launch, work, shared);
+                    copy_sm90_latent_queries<T, kCache>(p, launch, work, shared);
                 // Queries are there, and both warpgroups have read the sums of the last work.
                 ptx::named_barrier_sync(kQueries, 256);
-                Sm90LatentConsumer<T, kIsFp8, kWarpgroup, kCopiesQueries> consumer(p, launch, shared, work);
+                Sm90LatentConsumer<T, kCache, kWarpgroup, kCopiesQueries> consumer(p, launch, shared, work);
                 works.finish(consumer.run(phases), work);
             });
         };

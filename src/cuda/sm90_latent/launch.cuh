@@ -8,7 +8,7 @@
 
 namespace octavo::cuda {
 
-template <class T, bool kIsFp8>
+template <class T, Sm90LatentCache kCache>
 void launch_sm90_latent(const LatentAttentionParams& params, const LatentPlan& plan,
                         const LatentLaunch& arguments, const CUtensorMap& map, cudaStream_t stream) {
     constexpr size_t kSharedBytes = sizeof(Sm90LatentShared);
@@ -17,7 +17,7 @@ void launch_sm90_latent(const LatentAttentionParams& params, const LatentPlan& p
     const LaunchShape shape{dim3(grid.x, grid.y), kSm90LatentThreads, true, plan.cluster};
     const auto launch_kernel = [&](auto is_scheduled) {
         constexpr bool kIsScheduled = decltype(is_scheduled)::value;
-        launch<sm90_latent_attention_kernel<T, kIsFp8, kIsScheduled>, kSharedBytes>(
+        launch<sm90_latent_attention_kernel<T, kCache, kIsScheduled>, kSharedBytes>(
             "latent_attention", params.device.index, stream, shape, params, arguments, map);
     };
     if (plan.is_scheduled())

@@ -62,7 +62,7 @@ class Sm90LatentQueryCopier {
 
 // Copies the queries of a work, four lanes each, and zeros where the tile has more rows than there are. Over
 // fp8 they become float16. The 256 threads of the consumers call this before they begin.
-template <class T, bool kIsFp8>
+template <class T, Sm90LatentCache kCache>
 __device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const LatentLaunch& launch,
                                          const Sm90LatentWork& work, Sm90LatentShared& shared) {
     constexpr int kChunks = kLatentQkDim / 8 / 4;
@@ -76,7 +76,7 @@ __device__ void copy_sm90_latent_queries(const LatentAttentionParams& p, const L
 #pragma unroll
         for (int i = 0; i < kChunks; ++i) chunks[i] = from[4 * i + quarter];
     }
-    if constexpr (kIsFp8) {
+    if constexpr (kCache == Sm90LatentCache::fp8) {
         float unit = 1.0f;
         if constexpr (std::is_same_v<T, bfloat16>) unit = round_to_float16<4>(chunks);
         if (quarter == 0) shared.query_unit[r] = unit;

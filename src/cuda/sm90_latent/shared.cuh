@@ -19,8 +19,8 @@ namespace octavo::cuda {
 enum Sm90LatentBarrier : int { kWeightsOfEven = 1, kWeightsOfOdd, kQueries, kSums, kOfWarpgroup };
 
 // The type in which products are computed: over codes float16, which has all numbers of fp8.
-template <class T, bool kIsFp8>
-using Sm90LatentNumber = std::conditional_t<kIsFp8, float16, T>;
+template <class T, Sm90LatentCache kCache>
+using Sm90LatentNumber = std::conditional_t<kCache == Sm90LatentCache::fp8, float16, T>;
 
 struct Sm90LatentShared {
     static constexpr int kBlocks = kLatentQkDim / 64, kHalfBlocks = kLatentVDim / 128;

@@ -235,6 +235,7 @@ PREFILL_EXTRA = (
     Case("ragged100", _RAGGED, _RAGGED, 32, 8, 128, page_size=0),
     _paged("chunk512_ctx8k_page64", [512] * 4, [8192] * 4, 64),
     _paged("prefill4k_page256", [4096] * 4, [4096] * 4, 256),
+    *(_paged(f"{name}_page1", *lengths, 1) for name, lengths in _CHUNKS.items()),
     # Lengths so unlike that one sequence is a large part of the batch.
     _paged("spec8_heavy_tail32", [8] * 32, [8 + n for n in _heavy_tailed(seed=0, batch=32, longest=32768)]),
     _paged("mixed_heavy_tail", [512] + [1] * 60, [4096, *_heavy_tailed(seed=1, batch=60, longest=32768)]),
