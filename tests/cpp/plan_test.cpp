@@ -191,7 +191,8 @@ TEST(Plan, ManyQueries) {
 TEST(Plan, SmallPages) {
     Shape shape{4, 2048};
     shape.queries = 2048;
-    for (const auto& [page_size, box_keys] : {std::pair(1, "0"), {5, "0"}, {12, "0"}, {24, "8"}, {16, "16"}}) {
+    for (const auto& [page_size, box_keys] :
+         {std::pair(1, "0"), {5, "0"}, {12, "0"}, {24, "8"}, {16, "16"}}) {
         shape.page_size = page_size;
         EXPECT_EQ(kind_of(paged(shape)), "sm90_attention");
         EXPECT_EQ(field(explain(paged(shape), "h200"), "box_keys"), box_keys) << page_size;
