@@ -43,7 +43,8 @@ TEST_P(CudaCodesTest, AgreesWithTheCpu) {
     else if (is_small_scale())
         head_dims = {head_dims[seed % 4]};
     for (const int64_t head_dim : head_dims) {
-        const bool is_decode = c.group_size * c.seqlen_q <= (head_dim <= 128 ? 16 : 8);
+        // Above head dim 128, those of one query token are divided into parts of eight query heads.
+        const bool is_decode = c.group_size * c.seqlen_q <= (head_dim <= 128 || c.seqlen_q == 1 ? 16 : 8);
         Random random(seed++);
         SCOPED_TRACE("head_dim " + std::to_string(head_dim));
         const int64_t page_size = head_dim == 128 ? 16 : kPageSizes[seed % 5];
