@@ -93,7 +93,8 @@ bool lengths_differ(const LatentAttentionParams& p) {
 }
 
 // Whether latent_decode is likely the fastest. With few sequences too many of its CTAs share each of them.
-// Over 16 bits sm90_latent is as fast or faster where all sequences are alike.
+// Over 16 bits sm90_latent is as fast or faster where all sequences are alike and the copy engine brings
+// the keys.
 bool decodes_fastest(const LatentAttentionParams& p, const LatentPlan& plan, bool sm90_serves) {
     if (p.batch < 16) return false;
     if (plan.is_fp8() || plan.gathers || !sm90_serves) return true;

@@ -1,5 +1,5 @@
 // The producer's warps: one loads Q and K (over codes, Q alone), one loads V, one stores results, and with
-// splits one hands out the work.
+// splits, or where keys are gathered, one hands out the work.
 #pragma once
 
 #include "cuda/ptx/l2_policy.h"
