@@ -16,6 +16,7 @@ import octavo
 pytestmark = pytest.mark.gpu
 
 NUM_KV_HEADS, GROUP_SIZE, PAGE_SIZE = 4, 4, 32
+BLOCK_KEYS = 32  # keys of codes that decode kernels read at a time: those before the new ones are read early
 # The lengths of sequences, their queries, and options: plans of split-KV and stream-K.
 PROBLEMS: dict[str, tuple[list[int], int, dict[str, Any]]] = {
     "one": ([2021], 1, {}),
@@ -35,11 +36,12 @@ PROBLEMS: dict[str, tuple[list[int], int, dict[str, Any]]] = {
 }
 
 
-def page_table(torch: Any, lengths: list[int]) -> tuple[Any, int]:
-    """Pages anywhere in a cache, and how many there are."""
-    columns = -(-max(lengths) // PAGE_SIZE)
-    num_pages = len(lengths) * columns
-    order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
+def page_table(torch: Any, lengths: list[int], page_size: int, in_order: bool) -> tuple[Any, int]:
+    """Pages anywhere in a cache or in order, behind one that is not used, and how many there are."""
+    columns = -(-max(lengths) // page_size)
+    num_pages = 1 + len(lengths) * columns
+    order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(1))
+    order = 1 + (order.sort().values if in_order else order)
     return order.to("cuda", torch.int32).view(len(lengths), columns), num_pages
 
 
@@ -49,17 +51,66 @@ def page_table(torch: Any, lengths: list[int]) -> tuple[Any, int]:
 def test_newest_tokens_and_queries_are_waited_for(
     torch: Any, kv_dtype: str, head_dim: int, problem: str
 ) -> None:
-    lengths, num_new, options = PROBLEMS[problem]
+    check_waits(torch, kv_dtype, head_dim, *PROBLEMS[problem])
+
+
+# Behind whole blocks of older keys, which a CTA reads early, each sequence has one new key.
+FIRST_OF_BLOCKS: dict[str, list[int]] = {
+    "few": [1 + BLOCK_KEYS * (1 + i) for i in range(3)],
+    "few, long": [1 + BLOCK_KEYS * (40 + i) for i in range(3)],
+    "many": [1 + BLOCK_KEYS * (1 + i % 12) for i in range(96)],
+    "ragged": [1 + BLOCK_KEYS * (1 + i * i // 64) for i in range(70)],
+}
+
+
+@pytest.mark.parametrize("lengths", FIRST_OF_BLOCKS)
+@pytest.mark.parametrize("page_size", [1, 4, 20, 24])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_new_scales_share_lines_with_old_ones(
+    torch: Any, kv_dtype: str, page_size: int, lengths: str
+) -> None:
+    """Scales are read through the L1 cache, which must not keep what it had of a line before the wait."""
+    check_waits(torch, kv_dtype, 128, FIRST_OF_BLOCKS[lengths], 1, {}, page_size, in_order=True)
+
+
+def num_shared_lines(cache: Any, table: Any, lengths: list[int], page_size: int) -> int:
+    """How many new scales lie in 128 bytes with a scale of the block of keys before."""
+    scales, columns = cache.k_scales, table.tolist()
+    strides = [stride * scales.element_size() for stride in scales.stride()]
+
+    def line(b: int, head: int, key: int) -> int:
+        page = columns[b][key // page_size]
+        place = page * strides[0] + key % page_size * strides[1] + head * strides[2]
+        return (scales.data_ptr() + place) // 128
+
+    return sum(
+        line(b, head, length - 1) in {line(b, head, length - 1 - i) for i in range(1, 1 + BLOCK_KEYS)}
+        for b, length in enumerate(lengths)
+        for head in range(scales.shape[2])
+    )
+
+
+def check_waits(
+    torch: Any,
+    kv_dtype: str,
+    head_dim: int,
+    lengths: list[int],
+    num_new: int,
+    options: dict[str, Any],
+    page_size: int = PAGE_SIZE,
+    in_order: bool = False,
+) -> None:
     options = dict(options)
     if options.pop("alibi", False):
         options["alibi_slopes"] = torch.linspace(0.01, 0.3, NUM_KV_HEADS * GROUP_SIZE, device="cuda")
     torch.manual_seed(0)
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    table, num_pages = page_table(torch, lengths)
+    table, num_pages = page_table(torch, lengths, page_size, in_order)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     cache = octavo.empty_cache(
-        num_pages, PAGE_SIZE, NUM_KV_HEADS, head_dim, kv_dtype, like=torch.empty(1, **bf16)
+        num_pages, page_size, NUM_KV_HEADS, head_dim, kv_dtype, like=torch.empty(1, **bf16)
     )
+    assert not in_order or num_shared_lines(cache, table, lengths, page_size) > 0
     tables = {"page_table": table, "seq_lens": seq_lens}
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
     new = tables | {"cu_seqlens": starts * num_new}
