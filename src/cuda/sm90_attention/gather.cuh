@@ -102,15 +102,15 @@ class KeyGatherer {
             for (int row = 0; row < rows_of(part); row += 4) {
                 const uint32_t place = __shfl_sync(~0u, places.of[part], row + lane / 8);
                 const bool is_seen = kWhole || place != kNowhere;
-                const unsigned char* const row_from =
-                    is_seen ? from + static_cast<size_t>(place) * 16 : rows_;
+                const unsigned char* const row_from = from + (is_seen ? static_cast<size_t>(place) * 16 : 0);
                 const uint32_t row_to = (to ^ row % 8 * 16) + (32 * part + row) * Config::kRowBytes;
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
                     const int offset = block * Config::kRowBytes;
+                    // Of a row shorter than a block, this lane's column may lie behind the array.
                     const bool is_copied = kWhole || (is_seen && offset + column < row_bytes_);
                     ptx::cp_async_16(row_to + block * Config::kKeyBlockBytes,
-                                     row_from + (is_copied ? offset : 0), is_copied);
+                                     row_from + (is_copied ? offset : -column), is_copied);
                 }
             }
         }
