@@ -16,14 +16,15 @@ struct Axis {
     int64_t length, stride;
 };
 
-// Whether 32-bit offsets, in units of 16 bytes, reach every row.
+// Whether 32-bit offsets, in units of 16 bytes, reach every row. The largest one stands for no row
+// (KeyGatherer).
 inline bool is_within_reach(DType dtype, std::initializer_list<Axis> axes) {
     int64_t last = 0;
     for (const Axis& axis : axes) {
         if (axis.length > 1 && axis.stride < 0) return false;
         last += std::max(axis.length - 1, int64_t{0}) * axis.stride;
     }
-    return last / (16 / size_of(dtype)) < (int64_t{1} << 32);
+    return last / (16 / size_of(dtype)) < (int64_t{1} << 32) - 1;
 }
 
 inline bool is_within_reach(const AttentionParams& p, DType dtype, int64_t outer_stride, int64_t token_stride,

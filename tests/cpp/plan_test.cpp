@@ -208,6 +208,19 @@ TEST(Plan, SmallPages) {
     EXPECT_EQ(kind_of(args), "sm80_attention");
 }
 
+// Places of keys are counted in 16 bytes, in 32 bits, of which the largest number stands for no place.
+TEST(Plan, SmallPagesOf64GB) {
+    Shape shape{4, 2048, 1, 32, 24};
+    shape.queries = 2048;
+    shape.page_size = 1;
+    PagedAttentionArgs args = paged(shape);
+    constexpr int64_t kLast = ((int64_t{1} << 32) - 1) / 3;  // a page has three times 16 bytes
+    args.k_pages.shape[0] = args.v_pages.shape[0] = kLast;
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    args.k_pages.shape[0] = args.v_pages.shape[0] = kLast + 1;
+    EXPECT_EQ(kind_of(args), "sm80_attention");
+}
+
 TEST(Plan, ManyQueriesOfWideHeads) {
     Shape shape{4, 2048};
     shape.queries = 2048;
