@@ -26,7 +26,7 @@ void agrees_with_the_cpu(Random& random, const std::vector<Sequence>& sequences,
     const bool is_fp8 = random.one_in(2);
     const bool is_packed =
         std::any_of(sequences.begin(), sequences.end(), [](const Sequence& s) { return s.queries != 1; });
-    const int64_t batch = sequences.size(), page_size = random.pick({1, 7, 16, 64, 128});
+    const int64_t batch = sequences.size(), page_size = random.pick({1, 7, 16, 32, 64, 128});
     const int64_t gap = random.pick({0, 0, 16, 1});  // elements between the rows of q, and of the cache
     const int64_t row = kQkDim + gap;
 

@@ -164,7 +164,7 @@ def test_heads(target: Target, num_q_heads: int) -> None:
 
 
 @every_target
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 100])
+@pytest.mark.parametrize("page_size", [1, 3, 16, 32, 64, 100])
 def test_page_sizes(target: Target, page_size: int) -> None:
     Problem(target, (130, 64, 63, 65, 1), page_size=page_size).check()
 
