@@ -12,8 +12,8 @@
 
 namespace octavo::cuda {
 
-// Copies the queries of works of 16 bits, by warps that have nothing else to do: those of the next work while
-// the rows of the last one are finished.
+// Copies the queries of works whose keys the copy engine brings, by warps that have nothing else to do: those
+// of the next work while the rows of the last one are finished.
 template <class T>
 class Sm90LatentQueryCopier {
   public:

@@ -36,7 +36,7 @@ struct Sm90LatentShared {
     float2 peer_state[64];  // the maximum and the sum of a row in the other CTA of the cluster
     LatentScheduleShared schedule;
     uint64_t full[2][2], empty[2][2];      // barriers of a tile's halves
-    uint64_t queries_full, queries_empty;  // over 16 bits, with a schedule
+    uint64_t queries_full, queries_empty;  // beside the copy engine, with a schedule
 
     // Weights lie where the rotary part of their tile was, since the rotary part is needed for scores alone.
     __device__ Block& weights(int tile) { return keys[tile][kBlocks - 1]; }
