@@ -248,8 +248,9 @@ class Sm90Scheduler {
         // rounds to 2. So there are at most 4/3 / 0.54 = 2.5 for each cluster: fewer than
         // kMostSm90SplitsACta.
         for (int32_t b = threadIdx.x % 32; b < p_.batch; b += 32) {
-            const int32_t splits = splits_of(b);
-            end_ += count_row_tiles(b, false) * splits;
+            const int32_t own = count_row_tiles(b, false), splits = splits_of(b);
+            if (own == 0) continue;
+            end_ += own * splits;
             if (splits == 1) longest_whole_ = max(longest_whole_, count_key_tiles(b));
         }
         end_ = __reduce_add_sync(~0u, end_);
