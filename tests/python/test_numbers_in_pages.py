@@ -81,6 +81,23 @@ def sm90_attention() -> list[str]:
     ]
 
 
+def sm90_wide_attention() -> list[str]:
+    """H200 rows of head dim 512, beside head dim 256 with twice the heads."""
+    [row] = [row for row in load(RESULTS, "options", "H200") if row["name"] == "prompt_d512"]
+    call = row["call"]
+    products = call["batch"] * call["num_q_heads"] * call["queries"] * call["keys"] * call["head_dim"]
+    # 4 flops, half of them under a causal mask.
+    wide, plain = (2 * products / row[us] / 1e6 for us in ("us", "plain_us"))
+    return [
+        f"On an H200, in [one run](../results.md#what-options-cost): "
+        f"{call['batch']} x {call['queries']} causal, "
+        f"with {call['num_q_heads']} query heads and {call['num_kv_heads']} KV heads, "
+        f"takes {row['us']:.0f} us.",
+        f"takes {row['plain_us']:.0f} us. That is {wide:.0f} beside {plain:.0f} TFLOP/s, "
+        f"{wide / plain:.2f} of the rate.",
+    ]
+
+
 def attention_backward() -> list[str]:
     lines = []
     for head_dim in (64, 128, 256):
@@ -261,6 +278,7 @@ PAGES = {
     for page in (
         decode,
         sm90_attention,
+        sm90_wide_attention,
         attention_backward,
         quantised_decode,
         quantised_prefill,
