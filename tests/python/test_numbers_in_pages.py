@@ -56,11 +56,23 @@ def decode() -> list[str]:
     more = [mean(over_floor, rows) for rows in others]
     room = mean(over_peer, with_room)
     assert max(map(over_peer, h100 + h200)) < 1
+    of_case = [{row["case"]: row for row in rows} for rows in (h100, h200)]
+    many, long, one_head, one = (
+        " and ".join(f"{invariant(rows[case]):.2f}" for rows in of_case)
+        for case in ("70btp8_b256_s1024", "8b_b64_s4096", "70btp8_b1_s8192", "8b_b1_s8192")
+    )
+    [wide] = [row for row in extra[1] if row["case"] == "dim512_b32_s2048"]
     return [
+        f"CTAs with nothing to combine: {many}. Where the default cuts as well, as 64 sequences of 4096 "
+        f"keys, it is {long}.",
+        f"of one KV head have 16 splits, by default 32: {one_head}.",
+        f"as at 8b_b1_s8192: {one}.",
+        f"take {over_floor(wide):.2f} floors (H200), batch-invariant "
+        f"{over_floor(wide) * invariant(wide):.2f}.",
         f"takes {peer[0]} (H100) and {peer[1]} (H200) times the best peer's time",
         f"in all {len(h100)} rows. That is {floor[0]} and {floor[1]} times the floor",
         f"takes {cost[0]} and {cost[1]} times as long as the default",
-        f"take {more[0]} and {more[1]} floors in the mean of {len(others[0])} rows",
+        f"take {more[0]} and {more[1]} floors in the mean of {len(others[0])} and {len(others[1])} rows",
         f"{len(with_room)} rows of tables with much room that peers serve, {room} times",
     ]
 
@@ -126,7 +138,10 @@ def quantised_decode() -> list[str]:
         for name in names
     ]
     cost = [mean(invariant, some) for some in rows]
+    one = {row["case"]: row["us"][OCTAVO] for row in rows[1] if "_b1_" in row["case"]}
+    assert f"{one['fp8_b1_s8192']:.1f}" == f"{one['int8_b1_s8192']:.1f}"
     return [
+        f"1 x 8192 takes {one['int8_b1_s8192']:.1f} us for 8 bits and {one['int4_b1_s8192']:.1f} for int4",
         f"fp8 takes {means('fp8')} floors, int8 {means('int8')}, int8 with int4 {means('int8_int4')}, int4 "
         f"{means('int4')}.",
         f"takes {min(speeds):.2f} to {max(speeds):.1f} times as long",
@@ -146,7 +161,14 @@ def quantised_prefill() -> list[str]:
     assert titles.keys() == KINDS_OF_CODES.keys()
     times = [{row["case"]: row["us"][OCTAVO] for row in load(RESULTS, "quantised-prefill", x)} for x in GPUS]
     cases = ("chunk512_ctx8k", "prefill4k", "mixed", "spec8")
-    return [
+    over_fp8 = [
+        row["max_error"]
+        for gpu in GPUS
+        for row in load(RESULTS, "quantised-prefill", gpu)
+        if row["case"].startswith("fp8")
+    ]
+    fa3, octavo = (100 * max(error[name] for error in over_fp8) for name in ("fa3", OCTAVO))
+    return [f"Its errors were up to {fa3:.1f} % of a row's largest element (Octavo: {octavo:.1f} %)."] + [
         f"| {title} | "
         + " | ".join(", ".join(f"{us[case] / us[f'{kind}_{case}']:.2f}" for us in times) for case in cases)
         + " |"
@@ -171,7 +193,23 @@ def latent_attention() -> list[str]:
     def tflops(row: Row) -> str:
         return f"{row['flops'] / row['us'][OCTAVO] / 1e6:.0f}"
 
+    def over_flashinfer(row: Row) -> float:
+        names = [name for name in row["us"] if name.startswith("flashinfer")]
+        return min(row["us"][name] for name in names) / row["us"][OCTAVO]
+
+    every = [row for of_gpu in times for row in of_gpu.values()]
+    fp8 = [over_flashinfer(row) for row in every if re.search("_s4096_.*fp8", row["case"])]
+    over_16_bits = [
+        row["us"][OCTAVO] / of_gpu[case.removesuffix("_fp8")]["us"][OCTAVO]
+        for of_gpu in times
+        for case, row in of_gpu.items()
+        if case.endswith("h128_fp8")
+    ]
+    unlike = ", ".join(speeds(times[1][f"mla_b{batch}_supto8192_h128"]) for batch in (32, 128))
     return [
+        f"which takes {min(fp8):.1f} to {max(fp8):.1f} times as long over fp8.",
+        f"fp8 takes {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as long as 16 bits",
+        f"lengths up to 8192, 32 and 128 sequences, best peer = 1 | | {unlike} |",
         f"| 16 heads, 32 and 128 sequences, time / floor {cells('h16', floors)}",
         f"| 128 heads, 32 and 128 sequences, TFLOP/s {cells('h128', tflops)}",
         f"| fp8, 16 heads, 32 and 128 sequences, time / floor {cells('h16_fp8', floors)}",
@@ -194,6 +232,13 @@ def shared_prefix() -> list[str]:
         own = case.seqlens_k[0] - case.shared_prefix
         shape = (case.batch, case.shared_prefix, own, case.seqlens_q[0], f"{plain['num_bytes'] / 1e6:.0f}")
         lines.append(f"| {' | '.join(map(str, (*shape, *numbers)))} |")
+    codes = [
+        {row["case"]: row["us"][OCTAVO] for row in load(RESULTS, "quantised-shared-prefix", x)} for x in GPUS
+    ]
+    for batch, prefix, own in ((64, 4096, 256), (256, 2048, 256), (16, 8192, 512)):
+        case = f"fp8_shared_b{batch}_p{prefix}_s{own}"
+        gains = " and ".join(f"{us[case]:.0f} to {us[f'{case}_cascade']:.0f}" for us in codes)
+        lines.append(f"{batch} x ({prefix} + {own}) {gains}")
     return lines
 
 
@@ -254,6 +299,41 @@ def models() -> list[str]:
     ]
 
 
+def results() -> list[str]:
+    def machines(benchmark: str, key: str) -> list[float]:
+        """Of each GPU, what most rows were measured beside."""
+        of_gpus = [[row["machine"][key] / 1e12 for row in load(RESULTS, benchmark, gpu)] for gpu in GPUS]
+        return [max(set(values), key=values.count) for values in of_gpus]
+
+    read = [f"{value:.2f}" for value in machines("decode", "read_bandwidth")]
+    decode_products, prefill_products = (
+        [f"{value:.0f}" for value in machines(benchmark, "matmul_flops")]
+        for benchmark in ("decode", "prefill")
+    )
+    _, usual = machines("quantised", "matmul_flops")
+    apart = [
+        row["case"]
+        for row in load(RESULTS, "quantised", "H200")
+        if row["machine"]["matmul_flops"] / 1e12 != usual
+    ]
+    fp8 = [
+        row["max_error"]
+        for gpu in GPUS
+        for row in load(RESULTS, "quantised", gpu)
+        if row["case"].startswith("fp8")
+    ]
+    fa3, xqa, octavo = (
+        f"{100 * max(error[name] for error in fp8):.1f}" for name in ("fa3", "flashinfer_xqa", OCTAVO)
+    )
+    return [
+        f"bandwidth {' and '.join(read)} TB/s, 8192^3 product {' and '.join(decode_products)} TFLOP/s)",
+        f"each GPU in one run, but for {' and '.join(f'`{case}`' for case in apart)} of the H200",
+        f"with errors of up to {fa3} and {xqa} % of a row's largest element (Octavo: {octavo} %)",
+        f"ran at {prefill_products[0]} TFLOP/s on the H100, whose rows are of an earlier kernel, and at "
+        f"{prefill_products[1]} on the H200",
+    ]
+
+
 def page_size() -> list[str]:
     rows = {row["case"]: row for row in rows_with_octavo("decode-extra", "H200")}
     one, eight, many = (f"{over_floor(rows[f'page{size}_b32_s2048']):.2f}" for size in (1, 8, 64))
@@ -285,7 +365,13 @@ PAGES = {
         latent_attention,
         shared_prefix,
     )
-} | {"models": models, "page_size": page_size, "tutorials/pytorch": pytorch, "kv_cache": kv_cache}
+} | {
+    "models": models,
+    "results": results,
+    "page_size": page_size,
+    "tutorials/pytorch": pytorch,
+    "kv_cache": kv_cache,
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
