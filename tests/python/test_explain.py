@@ -366,19 +366,28 @@ def test_on_this_gpu(library):
 
 
 def paged_call(
-    q_heads: int, kv_heads: int, head_dim: int, tokens: int = 1, head_dim_v: int = 0, **options: Any
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    tokens: int = 1,
+    head_dim_v: int = 0,
+    page_size: int = 16,
+    **options: Any,
 ) -> Any:
     """A call for 32 sequences of up to 4096 keys with this many new tokens each."""
-    k_pages, v_pages = (Shape((8192, 16, kv_heads, dim)) for dim in (head_dim, head_dim_v or head_dim))
+    num_pages = 32 * 4096 // page_size
+    k_pages, v_pages = (
+        Shape((num_pages, page_size, kv_heads, dim)) for dim in (head_dim, head_dim_v or head_dim)
+    )
     q = Shape((32 * tokens, q_heads, head_dim))
     packed = {"cu_seqlens_q": Shape((33,), "int32"), "max_seqlen_q": tokens} if tokens > 1 else {}
-    table = Shape((32, 256), "int32"), Shape((32,), "int32")
+    table = Shape((32, 4096 // page_size), "int32"), Shape((32,), "int32")
     return ("paged_attention", q, k_pages, v_pages, *table), packed | options
 
 
-def latent_call(heads: int, kv_dtype: str = "bfloat16") -> Any:
-    table = Shape((32, 64), "int32"), Shape((32,), "int32")
-    arrays = Shape((32, heads, 576)), Shape((2048, 64, 576), kv_dtype), *table
+def latent_call(heads: int, kv_dtype: str = "bfloat16", page_size: int = 64) -> Any:
+    table = Shape((32, 4096 // page_size), "int32"), Shape((32,), "int32")
+    arrays = Shape((32, heads, 576)), Shape((32 * 4096 // page_size, page_size, 576), kv_dtype), *table
     return ("latent_attention", *arrays), {"softmax_scale": 1}
 
 
@@ -400,7 +409,14 @@ DOCUMENTED = {
     "16 chosen pages, 32/8 heads of 128": paged_call(32, 8, 128, chosen_pages=Shape((32, 16), "int32")),
     "a token, 16 heads over latents": latent_call(16),
     "a token, 16 heads over latents in fp8": latent_call(16, "float8_e4m3fn"),
+    "a token, 16 heads over latents in pages of 16": latent_call(16, page_size=16),
     "a token, 128 heads over latents": latent_call(128),
+    "prompts with ALiBi, 16/4 heads of 128, pages of 1": paged_call(
+        16, 4, 128, 2048, page_size=1, alibi_slopes=Shape((16,), "float32")
+    ),
+    "prompts with ALiBi, 16/4 heads of 256, pages of 8": paged_call(
+        16, 4, 256, 2048, page_size=8, alibi_slopes=Shape((16,), "float32")
+    ),
     "packed prompts, keys of 192, values of 128": packed_call(192, 128),
 }
 
