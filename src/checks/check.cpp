@@ -170,6 +170,14 @@ void Checker::equal(const char* what, const char* name, int64_t value, const cha
     }
 }
 
+void Checker::row_each(const char* name, int64_t rows, int64_t batch, const char* offsets) const {
+    if (rows > batch) {
+        fail<ValueError>(op_, "batch of ", name, " (", rows, ") must equal that of page_table (", batch,
+                         "); several tokens of a sequence need ", offsets);
+    }
+    equal("batch", name, rows, "page_table", batch);
+}
+
 void Checker::same_shape(const char* name, const TensorView& t, const char* other_name,
                          const TensorView& other) const {
     if (t.ndim == other.ndim && t.shape == other.shape) return;

@@ -60,6 +60,8 @@ class Checker {
     // Checks that `what`, which is `value` in array `name`, equals `other`, that of `other_name`.
     void equal(const char* what, const char* name, int64_t value, const char* other_name,
                int64_t other) const;
+    // Checks that `name`, which has no `offsets`, has a row for each of the `batch` sequences of page_table.
+    void row_each(const char* name, int64_t rows, int64_t batch, const char* offsets) const;
     void same_shape(const char* name, const TensorView& t, const char* other_name,
                     const TensorView& other) const;
     void length(const char* what, int64_t value) const;  // 0 <= value <= kMaxLength

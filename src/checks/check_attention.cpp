@@ -289,7 +289,7 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         if (args.max_seqlen_q) {
             fail<ValueError>(p.op, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too");
         }
-        check.equal("batch", "q", p.total_q, "page_table", batch);
+        check.row_each("q", p.total_q, batch, "cu_seqlens_q");
         p.seqlen_q = 1;
     }
     set_queries(check, p, args, q_layout);

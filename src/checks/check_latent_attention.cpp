@@ -73,7 +73,7 @@ void set_sequences(const Checker& check, LatentAttentionParams& p, const LatentA
     } else {
         if (args.max_seqlen_q)
             fail<ValueError>(kOp, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too");
-        check.equal("batch", "q", p.total_q, "page_table", batch);
+        check.row_each("q", p.total_q, batch, "cu_seqlens_q");
         p.seqlen_q = 1;
     }
     check.length("seqlen_q * num_q_heads", int64_t{p.seqlen_q} * p.num_q_heads);

@@ -73,6 +73,13 @@ CASES = [
     ),
     case(*K, ValueError, "batch of seq_lens (3) must equal that of page_table (2)", seq_lens=i32([1, 1, 1])),
     case(*K, ValueError, "batch of k (1) must equal that of page_table (2)", k=f32(1, 2, 8), v=f32(1, 2, 8)),
+    case(
+        *K,
+        ValueError,
+        "batch of k (3) must equal that of page_table (2); several tokens of a sequence need cu_seqlens",
+        k=f32(3, 2, 8),
+        v=f32(3, 2, 8),
+    ),
     case(*K, ValueError, "k_scale must be finite and greater than 0; got 0", k_scale=0.0),
     case(*K, ValueError, "k_scale must be finite and greater than 0; got -1", k_scale=-1.0),
     case(

@@ -63,7 +63,13 @@ CASES = [
     case(*OP, ValueError, "page_size (0) must be at least 1", kv_pages=f32(7, 0, 16)),
     case(*OP, TypeError, "page_table must be int32 or int64; got float32", page_table=f32(2, 2)),
     case(*OP, ValueError, "batch of seq_lens (3) must equal that of page_table (2)", seq_lens=i32([1, 1, 1])),
-    case(*OP, ValueError, "batch of q (3) must equal that of page_table (2)", q=f32(3, 3, 16)),
+    case(*OP, ValueError, "batch of q (1) must equal that of page_table (2)", q=f32(1, 3, 16)),
+    case(
+        *OP,
+        ValueError,
+        "batch of q (3) must equal that of page_table (2); several tokens of a sequence need cu_seqlens_q",
+        q=f32(3, 3, 16),
+    ),
     case(
         *OP,
         ValueError,

@@ -87,7 +87,13 @@ CASES = [
     case(*P, ValueError, "page_table must have shape [batch, max_pages]; got [2]", page_table=i32([2, 1])),
     case(*P, ValueError, "seq_lens must have shape [batch]; got [1, 2]", seq_lens=i32([[5, 1]])),
     case(*P, ValueError, "batch of seq_lens (1) must equal that of page_table (2)", seq_lens=i32([5])),
-    case(*P, ValueError, "batch of q (3) must equal that of page_table (2)", q=f32(3, 4, 8)),
+    case(*P, ValueError, "batch of q (1) must equal that of page_table (2)", q=f32(1, 4, 8)),
+    case(
+        *P,
+        ValueError,
+        "batch of q (3) must equal that of page_table (2); several tokens of a sequence need cu_seqlens_q",
+        q=f32(3, 4, 8),
+    ),
     case(*P, ValueError, "max_seqlen_q belongs to packed queries; give cu_seqlens_q too", max_seqlen_q=1),
     case(
         *P,
