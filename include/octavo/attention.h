@@ -25,7 +25,9 @@ namespace octavo {
 // positions lie in one of bidirectional_ranges see all keys of that range as well. Keys visible to no query
 // of a sequence are never read.
 struct AttentionArgs {
-    TensorView q, k, v;  // head_dim: a multiple of 8 up to 512; that of v may be another
+    // float32, float16 or bfloat16, on a GPU one of the latter. head_dim: a multiple of 8 up to 512; that of
+    // v may be another.
+    TensorView q, k, v;
     // Like q, with the head_dim of v. Either exactly q (same address and strides), or memory that overlaps no
     // other array of the call. The memory of lse overlaps no other array either.
     TensorView out;

@@ -44,6 +44,7 @@ namespace octavo {
 // On a GPU, do not change seq_lens until the call has finished: CTAs derive from it which other CTAs they
 // wait for, and would hang.
 struct PagedAttentionArgs {
+    // q as in AttentionArgs. A GPU reads codes of head_dim up to 256.
     TensorView q, k_pages, v_pages, page_table, seq_lens;
     TensorView out;                 // like q, with the head_dim of v_pages; see AttentionArgs
     std::optional<TensorView> lse;  // float32, the shape of q without its last axis

@@ -85,8 +85,8 @@ def attention(
 
     Args:
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
-            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 512. Here and below any strides,
-            with a unit last one.
+            [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 512. On a GPU no float32. Here
+            and below any strides, with a unit last one.
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
             num_kv_heads divides num_q_heads.
         v: like k; its head_dim, and so that of the result, may be another one (192 and 128 in DeepSeek's

@@ -143,7 +143,7 @@ def attention(
 
     Args:
         q: float32, float16 or bfloat16 [batch, seqlen_q, num_q_heads, head_dim]; packed:
-            [total_q, num_q_heads, head_dim].
+            [total_q, num_q_heads, head_dim]. On a GPU no float32.
         k: like q, [batch, seqlen_k, num_kv_heads, head_dim]; packed: [total_k, num_kv_heads, head_dim].
         v: like k, with a head_dim of its own.
         return_lse: return the log-sum-exp too. Default: False.
@@ -326,7 +326,7 @@ def paged_attention(
 
     Args:
         q: float32, float16 or bfloat16 [batch, num_q_heads, head_dim], one token a sequence; packed:
-            [total_q, num_q_heads, head_dim].
+            [total_q, num_q_heads, head_dim]. On a GPU no float32.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys.
         v_pages: like k_pages: the cache of values; its head_dim, and so that of the result, may be another.
         page_table: int32, or int64 in JAX's x64 mode, [batch, max_pages]; entries past a sequence's last page
