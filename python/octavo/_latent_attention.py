@@ -89,7 +89,7 @@ def latent_attention(
             [total_q, num_q_heads, qk_dim]. qk_dim: a multiple of 8 up to 1024; on a GPU 576, and no float32.
             Here and below any strides, with a unit last one.
         kv_pages: like q, or float8_e4m3fn, [num_pages, page_size, qk_dim], or with an axis of one head:
-            [num_pages, page_size, 1, qk_dim]. Any page size works; powers of two are fast.
+            [num_pages, page_size, 1, qk_dim]. Any page size works; 32 and multiples of 64 are fastest.
         page_table: int32 or int64 [batch, max_pages]: page_table[b, i] is the page with the tokens of
             sequence b from ``i * page_size`` on. On the CPU it may be a list, as may the lengths and offsets
             below.

@@ -97,10 +97,10 @@ def paged_attention(
             [total_q, num_q_heads, head_dim]. head_dim: a multiple of 8 up to 512. On a GPU no float32. Here
             and below any strides, with a unit last one.
         k_pages: like q, [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys. Any page size
-            works; powers of two from 8 up are fast. A head-major cache is passed as a transposed view.
-            Pages may hold codes as well: int8, float8_e4m3fn or float8_e5m2, or uint8, whose contents
-            ``kv_dtype`` names. int4 has two numbers in a byte: the last axis is head_dim / 2, and the even
-            dim is in the lower half. A GPU reads codes of head_dim up to 256.
+            works; powers of two from 8 up are fast (above head_dim 128 from 16 up). A head-major cache is
+            passed as a transposed view. Pages may hold codes as well: int8, float8_e4m3fn or float8_e5m2, or
+            uint8, whose contents ``kv_dtype`` names. int4 has two numbers in a byte: the last axis is
+            head_dim / 2, and the even dim is in the lower half. A GPU reads codes of head_dim up to 256.
         v_pages: like k_pages: the cache of values. It may be int4 where k_pages is int8, too, and its
             head_dim, and so that of the result, may be another one.
         page_table: int32 or int64 [batch, max_pages]: page_table[b, i] is the page with the tokens of
