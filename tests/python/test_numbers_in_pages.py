@@ -85,7 +85,12 @@ def sm90_attention() -> list[str]:
     ]
     short = [sum(speed < 1.03 for speed in speeds) for speeds in dense]
     assert [sum(speed < 1 for speed in speeds) for speeds in (h100, h200)] == [4, 0]
+    extra = {row["case"]: 1 / over_peer(row) for row in rows_with_octavo("prefill-extra", "H200")}
+    small_pages = [speed for case, speed in extra.items() if case.endswith("_page1")]
     return [
+        f"FlashAttention-3 takes {min(small_pages):.2f} to {max(small_pages):.2f} of the time over pages of "
+        f"one token (H200), and with heavy-tailed lengths {extra['spec8_heavy_tail32']:.2f} for drafts, "
+        f"{extra['chunks_heavy_tail16']:.2f} for chunks.",
         f"{geometric_mean(h200):.2f} times the speed of the better of cuDNN and FlashAttention-3",
         f"on an H200 (at least {min(h200):.2f}), and {geometric_mean(h100):.2f} on an H100",
         f"behind in four rows on an H100, by {100 * (1 - min(h100)):.0f} % at most",
