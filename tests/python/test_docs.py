@@ -198,6 +198,17 @@ def test_the_table_of_kernels_names_those_that_exist() -> None:
     assert dict(rows) == folder_of != {}
 
 
+def test_environment_variables_are_listed() -> None:
+    """Those that the library reads when it runs; builds read two more."""
+    paths = [path for pattern in ("*.cpp", "*.h") for path in (ROOT / "src").rglob(pattern)]
+    paths += (ROOT / "python" / "octavo").rglob("*.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in paths)
+    read = set(re.findall(r'(?:getenv\(|environ\.get\(|_ON_CPU = )"(OCTAVO_\w+)"', text))
+    table = (DOCS / "install.md").read_text(encoding="utf-8").split("## Environment variables\n")[1]
+    listed = set(re.findall(r"`(OCTAVO_\w+)`", table))
+    assert listed - {"OCTAVO_CUDA", "OCTAVO_CUDA_ARCHITECTURES"} == read != set()
+
+
 HEADINGS = (
     "What it must do",
     "The schedule",
