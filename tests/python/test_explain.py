@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -433,6 +434,16 @@ def test_documented_calls(name: str) -> None:
         else:
             kernel = octavo.explain(*call, **options, device=device).kernel
             assert kernel.startswith(f"{cell.strip(' `')}<")
+
+
+def test_all_products_are_documented() -> None:
+    q = Shape((1, 16, 8, 64))
+    with pytest.raises(ValueError, match="device must be one of") as caught:
+        octavo.explain("attention", q, q, q, device="no such GPU")
+    known = str(caught.value).split("one of cpu, ")[1].split(", or a GPU")[0].split(", ")
+    page = (ROOT / "docs" / "how_a_call_runs.md").read_text(encoding="utf-8")
+    [listed] = re.findall(r"Products are (.*?)\. An\n", page, re.DOTALL)
+    assert re.findall(r'`"(\w+)"`', listed) == [name for name in known if not name.startswith("sm_")]
 
 
 def test_all_documented_calls_are_tested() -> None:
