@@ -163,7 +163,7 @@ class HostStep:
     def _refuse_lengths(self, allocator: PageAllocator, seqs: Sequence[int], num_new_tokens: Any) -> None:
         """Say which sequence is too long, once the allocator has found that one is."""
         most = self._layout.max_pages * allocator.page_size
-        counts = np.broadcast_to(np.asarray(num_new_tokens), len(seqs))
+        counts = np.broadcast_to(_counts(num_new_tokens), len(seqs))
         for seq, count in zip(seqs, counts.tolist(), strict=True):
             length = allocator.length(seq) + count
             if length > most:
@@ -248,12 +248,21 @@ def _total_and_longest(num_new_tokens: Any, batch: int) -> tuple[int, int]:
     if isinstance(num_new_tokens, int):
         return num_new_tokens * batch, num_new_tokens if batch else 0
     try:
-        counts = np.asarray(num_new_tokens)
-        if counts.dtype.kind not in "iu":
-            counts = np.array([operator.index(count) for count in num_new_tokens], object)
+        counts = _counts(num_new_tokens)
     except (TypeError, ValueError):
         return 0, 0
     return int(counts.sum()), int(counts.max(initial=0))
+
+
+def _counts(num_new_tokens: Any) -> NDArray[Any]:
+    """An array of integers. One by one, as the allocator does, where NumPy cannot read them, as on a GPU."""
+    try:
+        counts = np.asarray(num_new_tokens)
+        if counts.dtype.kind in "iu":
+            return counts
+    except (TypeError, ValueError, RuntimeError):  # the last one of tensors that require grad
+        pass
+    return np.array([operator.index(count) for count in num_new_tokens], object)
 
 
 def _padded(name: str, padded: int | None, number: int, most: int) -> int:

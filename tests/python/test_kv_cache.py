@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -408,6 +409,46 @@ def test_numbers_of_tokens_may_be_iterators() -> None:
     step = cache.step(seqs, (n for n in [5, 9]))
     assert (step.num_tokens, step.max_seqlen_q) == (14, 9)
     np.testing.assert_array_equal(step.seq_lens, [5, 9])
+
+
+class CountsOnADevice:
+    """As a tensor on a GPU or an array of CuPy, which NumPy cannot read, and whose items are integers."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.counts)
+
+    def __array__(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed")
+
+    def __dlpack__(self, **options: Any) -> NoReturn:
+        raise BufferError("not in the memory of the CPU")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+def test_numbers_of_tokens_may_be_on_a_gpu() -> None:
+    cache = make_cache(max_length=16)
+    seqs = [cache.create(), cache.create()]
+    assert cache.fits(seqs, CountsOnADevice([3, 2]))
+    step = cache.step(seqs, CountsOnADevice([3, 2]))
+    assert (step.num_tokens, step.max_seqlen_q, len(step.positions)) == (5, 3, 5)
+    step.attend(0, *random_tokens(get_library("numpy", "cpu"), 5))
+    with pytest.raises(ValueError, match=rf"^step: sequence {seqs[1]} would have 17 tokens; max_length"):
+        cache.step(seqs, CountsOnADevice([1, 15]))
+
+
+def test_numbers_of_tokens_that_are_no_integers_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    cache = make_cache()
+    with pytest.raises(TypeError, match=r"^step: num_new_tokens must be an int; got torch\.Tensor$"):
+        cache.step([cache.create()], torch.ones(1, requires_grad=True))
 
 
 def test_more_rows_than_the_step_has_are_refused(on_cpu: ArrayLibrary) -> None:
