@@ -65,11 +65,16 @@ TensorView import(Call& call, const std::string& name, nb::handle array, int ndi
     return view;
 }
 
-int32_t* data_of(const TensorView& view) { return static_cast<int32_t*>(view.data); }
+// Not null where the array is empty, which is not the same as no array.
+template <class Integer = int32_t>
+Integer* data_of(const TensorView& view) {
+    static Integer nothing{};
+    return view.size() > 0 ? static_cast<Integer*>(view.data) : &nothing;
+}
 
 IntegerArray integers_of(const TensorView& view) {
     if (view.dtype == DType::int32) return data_of(view);
-    return static_cast<int64_t*>(view.data);
+    return data_of<int64_t>(view);
 }
 
 }  // namespace

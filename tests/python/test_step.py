@@ -136,6 +136,25 @@ def test_token_arrays_that_do_not_fit(alloc):
     assert fitting["positions"].tolist() == fitting["slot_mapping"].tolist() == list(range(5))
 
 
+def test_empty_arrays_have_no_room(alloc):
+    """They are not taken for arrays that were not given."""
+    arrays = octavo.StepArrays(*make_arrays()[:2], copies=np.empty((0, 2), np.int32))
+    seqs = [alloc.create()]
+    assert alloc.step(seqs, 3, arrays) == 0
+    seqs += alloc.fork(seqs[0])
+    with pytest.raises(ValueError, match=r"^step: copies' max_copies \(0\) must be at least 1$"):
+        alloc.step(seqs, 1, arrays)
+    assert alloc.take_copies().size == 0
+    for name in ("positions", "slot_mapping"):
+        arrays = octavo.StepArrays(*make_arrays()[:2], **{name: np.empty(0, np.int64)})
+        alloc.step(seqs, 0, arrays)
+        with pytest.raises(
+            ValueError, match=r"^step: there are 2 new tokens, but the arrays have max_tokens \(0\) rows"
+        ):
+            alloc.step(seqs, 1, arrays)
+    assert [alloc.length(seq) for seq in seqs] == [3, 3]
+
+
 HANDLES = (list, tuple, iter, np.array, lambda seqs: [np.int64(seq) for seq in seqs])
 NUMBERS = (
     list,
