@@ -195,6 +195,11 @@ void PageAllocator::reorder(const Sequence* sequences, const int32_t* parents, i
             fail<ValueError>("reorder", "parents[", i, "] (", parents[i], ") must be between 0 and ",
                              count - 1);
         }
+        const SequenceEntry& entry = state_->sequences[entries[i]];
+        if (entry.is_pin && parents[i] != i) {
+            fail<ValueError>("reorder", "sequence ", entry.handle,
+                             " is a pin, which cannot go on from another; fork it");
+        }
     }
     if (state_->cache) {
         for (size_t index : entries) state_->store_pages(index);

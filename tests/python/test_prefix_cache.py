@@ -125,6 +125,12 @@ def test_pins(alloc, step_arrays):
     pin = alloc.pin(PROMPT)
     with pytest.raises(ValueError, match=f"^step: sequence {pin} is a pin, which cannot grow; fork it$"):
         alloc.step([pin], 1, step_arrays)
+    message = f"^reorder: sequence {pin} is a pin, which cannot go on from another; fork it$"
+    with pytest.raises(ValueError, match=message):
+        alloc.reorder([seq, pin], [0, 0])
+    alloc.reorder([seq, pin], [1, 1])
+    assert alloc.pages(seq).tolist() == alloc.pages(pin).tolist()
+    alloc.check_invariants()
 
 
 def test_events(alloc, step_arrays):
