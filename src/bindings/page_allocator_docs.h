@@ -241,7 +241,7 @@ Returns:
 Raises:
     octavo.OutOfPages: too few free host pages.
     octavo.InvalidSequence: one of seqs is no live sequence of this allocator.
-    ValueError: one that is preempted already; copies of copy-on-write that were not taken.
+    ValueError: one that is preempted already, or a pin; copies of copy-on-write that were not taken.
 
 In each case everything is as before.)";
 

@@ -130,6 +130,11 @@ Transfer PageAllocator::preempt(const Sequence* handles, int64_t count) {
     std::lock_guard lock(state_->mutex);
     const std::vector<size_t> entries =
         state_->find_all_at(call, handles, count, SequenceEntry::Place::device);
+    for (size_t index : entries) {
+        const SequenceEntry& entry = state_->sequences[index];
+        if (entry.is_pin)
+            fail<ValueError>(call, "sequence ", entry.handle, " is a pin, whose pages stay on the device");
+    }
     std::vector<PageLists::Move> moves;
     for (size_t g = 0; g < state_->groups.size(); ++g) {
         const PageLists& lists = state_->groups[g];

@@ -128,6 +128,9 @@ def test_pins(alloc, step_arrays):
     message = f"^reorder: sequence {pin} is a pin, which cannot go on from another; fork it$"
     with pytest.raises(ValueError, match=message):
         alloc.reorder([seq, pin], [0, 0])
+    message = f"^preempt: sequence {pin} is a pin, whose pages stay on the device$"
+    with pytest.raises(ValueError, match=message):
+        alloc.preempt([seq, pin])
     alloc.reorder([seq, pin], [1, 1])
     assert alloc.pages(seq).tolist() == alloc.pages(pin).tolist()
     alloc.check_invariants()
