@@ -93,7 +93,8 @@ Raises:
 constexpr const char* kExtendDoc = R"(Makes room for n more tokens at the end of a sequence, all or nothing.
 
 Takes a page whenever the last one is full. If the last page is partly filled and shared, the sequence gets
-a new one in its place, and take_copies() has one more copy to make. extend(seq, 0) changes nothing.
+a new one in its place, and take_copies() has one more copy to make. extend(seq, 0) takes no page; like any
+other n, it returns those that a window has left behind.
 
 Args:
     seq: handle.
@@ -176,7 +177,7 @@ O(n * pages).
 Args:
     seq: handle.
     n: number of new sequences, at least 0.
-    length: tokens that they begin with, from 0 to the sequence's length; all by default.
+    length: tokens that they begin with, from 0 to the sequence's length, as for truncate(); all by default.
 
 Returns:
     n handles.
@@ -207,7 +208,8 @@ Other sequences that share those pages keep them.
 
 Args:
     seq: handle.
-    length: tokens to keep, from 0 to the sequence's length.
+    length: tokens to keep, from 0 to the sequence's length. Where a window has returned pages, 0 or as many
+        tokens as it takes for the next query to see none of those.
 
 Raises:
     octavo.InvalidSequence: seq is no live sequence of this allocator.

@@ -48,6 +48,15 @@ def test_a_window_returns_pages():
     page_table, seq_lens = alloc.page_table([seq])
     assert (page_table >= 0).all()
     assert seq_lens.tolist() == [100]
+    alloc.truncate(seq, 98)
+    for call in (alloc.truncate, lambda seq, length: alloc.fork(seq, length=length)):
+        with pytest.raises(ValueError, match=r"length \(97\) must be 0 or at least 98: the pages before its"):
+            call(seq, 97)
+    alloc.truncate(seq, 0)
+    alloc.extend(seq, 12)
+    assert (alloc.pages(seq) >= 0).all()
+    alloc.extend(seq, 0)  # the next query sees tokens from 6 on
+    assert (alloc.pages(seq) >= 0).tolist() == [False, True, True]
 
 
 @given(
