@@ -94,7 +94,7 @@ class KVCache(KVSequences):
         )
         self.pages: list[PagedCache] = self._make_layers(like)
         """The pages of each layer. Assign what a program returns."""
-        self._layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
+        self._layout = StepLayout(self.max_batch, self.max_tokens, self.max_pages, len(self._groups))
         self._host = HostStep(self._layout, np.zeros(self._layout.size, np.int32))
         self._late_copies: list[Any] = []  # of a step that raised
         self._groups_of_layers = tuple(

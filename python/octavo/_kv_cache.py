@@ -116,7 +116,7 @@ class KVCache(KVSequences):
         self._host_layers = [
             self._memory.host_pages(x, num_host_pages) for x in self.layers if num_host_pages
         ]
-        layout = StepLayout(max_batch, max_tokens, self.max_pages, len(self._groups))
+        layout = StepLayout(self.max_batch, self.max_tokens, self.max_pages, len(self._groups))
         self._numbers = DeviceStep(layout, self._memory)
         self._views: dict[int, _Views] = {}
         self._of_layer = [

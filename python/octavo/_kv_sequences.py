@@ -50,13 +50,18 @@ class KVSequences:
             **({} if max_length is None else {"max_length": max_length}),
             **({} if head_dim_v is None else {"head_dim_v": head_dim_v}),
         }
-        for name, number in numbers.items():
-            if int_argument("KVCache", name, number) < 1:
+        for name, given in numbers.items():
+            # From here on Python's own, since products of NumPy's may overflow.
+            number = numbers[name] = int_argument("KVCache", name, given)
+            if number < 1:
                 raise ValueError(f"KVCache: {name} ({number}) must be at least 1")
             if name.startswith("head_dim") and not (number % 8 == 0 and number <= _LARGEST_HEAD_DIM):
                 raise ValueError(
                     f"KVCache: {name} ({number}) must be a multiple of 8 from 8 to {_LARGEST_HEAD_DIM}"
                 )
+        num_layers, num_kv_heads, head_dim = (numbers[x] for x in ("num_layers", "num_kv_heads", "head_dim"))
+        page_size, max_batch, max_tokens = (numbers[x] for x in ("page_size", "max_batch", "max_tokens"))
+        max_length, head_dim_v = numbers.get("max_length"), numbers.get("head_dim_v")
         self._groups = group_layers(num_layers, windows)
         if prefix_cache and self._groups[0].window_left >= 0:
             raise ValueError(

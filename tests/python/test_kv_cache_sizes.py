@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import octavo
 from octavo._kv_memory import free_host_bytes
 from support.kv_caches import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, make_cache
 
@@ -53,6 +54,20 @@ def test_a_window_has_the_pages_that_a_batch_of_found_prompts_needs(window: int,
             seqs = [cache.create([*prompt[:found], 99]) for prompt in prompts]
             assert [cache.length(seq) for seq in seqs] == [found] * 4
             cache.step(seqs, counts)
+
+
+@pytest.mark.parametrize("integer", [np.int8, np.uint8])
+def test_sizes_may_be_integers_of_numpy(integer: type[np.integer]) -> None:
+    """Their products do not overflow."""
+    sizes = {"page_size": 16, "max_batch": 100, "max_tokens": 127, "max_length": 120}
+    cache = make_cache(memory=2**26, **{name: integer(size) for name, size in sizes.items()})
+    other = make_cache(memory=2**26, **sizes)
+    assert cache.num_pages == other.num_pages
+    assert cache.max_pages == other.max_pages
+    step = cache.step([cache.create() for _ in range(100)], pad_tokens=120)
+    assert [len(x) for x in (step.seq_lens, step.positions, step.page_tables[0])] == [100, 120, 100]
+    size = octavo.KVCache(integer(2), integer(3), integer(64), memory=2**26).num_pages
+    assert size == octavo.KVCache(2, 3, 64, memory=2**26).num_pages
 
 
 def test_memory_is_used_up_to_a_page() -> None:
