@@ -1,5 +1,6 @@
 """octavo.serving.server: what goes wrong for one request, or is too much, does not concern the others."""
 
+import asyncio
 import dataclasses
 import json
 
@@ -11,6 +12,7 @@ pytest.importorskip("httpx2", reason="Starlette's test client needs httpx2")
 
 from starlette.testclient import TestClient
 
+from octavo.serving.server import app as app_module
 from octavo.serving.server.models import max_token_bytes
 from support.served_model import AsciiTokenizer, greedy, load, make_parts
 
@@ -108,3 +110,30 @@ def test_head_of_the_events_ends():
         assert response.status_code == 200 and response.content == b""
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("takes_all", [True, False])
+def test_a_client_that_takes_nothing_of_its_stream_counts_as_gone(monkeypatch, takes_all):
+    """One that is slow does not."""
+    monkeypatch.setattr(app_module, "SEND_SECONDS", 0.2)
+    closed, sent = [], []
+
+    async def events():
+        for _ in range(10):
+            yield b"data: x\n\n"
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        await asyncio.sleep(0.05 if takes_all or len(sent) < 3 else 3600)
+        sent.append(message)
+
+    async def respond():
+        stream = app_module.EventStream(events(), lambda: closed.append(True))
+        await asyncio.wait_for(stream({"type": "http"}, receive, send), 10)
+
+    asyncio.run(respond())
+    assert closed == [True]
+    assert len(sent) == (12 if takes_all else 3)
+    assert sent[-1].get("more_body") is not takes_all

@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from octavo.serving import Sampling
 from octavo.serving.server.engine import Engine, Job, Stream
@@ -49,6 +49,7 @@ _PAGE = {
 _EVENTS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 BODY_SECONDS = 30.0  # that a client may take to send a body
+SEND_SECONDS = 60.0  # that it may take to make room for the next events
 PAGE_SECONDS = 0.2  # between two looks at the cache
 
 
@@ -293,7 +294,11 @@ class Api:
 
 
 class EventStream(Response):
-    """Sends events until there are no more, or the client is gone; then calls `close`, in any case."""
+    """Sends events until there are no more, or the client is gone; then calls `close`, in any case.
+
+    A client that takes nothing for SEND_SECONDS, or for up to twice as long, counts as gone: its answers
+    would be in flight for as long as it likes.
+    """
 
     media_type = "text/event-stream"
 
@@ -302,21 +307,35 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._num_begun = self._num_sent = 0  # messages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         try:
             with contextlib.suppress(ClientDisconnect, OSError):
-                await _until_disconnect(receive, self._send(send))
+                await _until_disconnect(receive, self._send_all(send), self._stalled())
         finally:
             self._close()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._send(send, start)
         async with contextlib.aclosing(self._events) as events:
             async for data in events:
                 if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        self._num_begun += 1
+        await send(message)
+        self._num_sent += 1
+
+    async def _stalled(self) -> None:
+        """Returns when a message has been under way for SEND_SECONDS."""
+        under_way = 0
+        while self._num_sent >= under_way:
+            under_way = self._num_begun if self._num_sent < self._num_begun else 0
+            await asyncio.sleep(SEND_SECONDS)
 
 
 async def _encode(param: str, encode: Callable[[_Text], list[int]], text: _Text) -> list[int]:
@@ -327,23 +346,27 @@ async def _encode(param: str, encode: Callable[[_Text], list[int]], text: _Text)
         raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
 
 
-async def _until_disconnect(receive: Receive, work: Awaitable[_Result]) -> _Result:
-    """What the work returns; ClientDisconnect if the client leaves before, which ends the work."""
+async def _until_disconnect(receive: Receive, work: Awaitable[_Result], *others: Awaitable[None]) -> _Result:
+    """What the work returns; ClientDisconnect if the client leaves before, which ends the work.
+
+    others: any of them, once it is done, says that the client counts as gone.
+    """
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
+    working = asyncio.ensure_future(work)
+    tasks = [working, *map(asyncio.ensure_future, (disconnected(), *others))]
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnect
     finally:
-        for task in (working, leaving):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _collect(stream: Stream) -> tuple[list[Delta], Usage]:
