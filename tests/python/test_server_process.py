@@ -271,6 +271,10 @@ def test_other_machines_need_a_key(host):
         (("--token-budget", "63"), "--max-batch (64) must be at most --token-budget (63): each sequence"),
         (("--max-batch", "99999999999"), "--max-batch (99999999999) must be at most --token-budget (512)"),
         (("--model", "support.served_model:load", "--token-budget", f"{10**14}"), "Unable to allocate"),
+        (
+            ("--model", "support.served_model:load", "--kv-dtype", "float16"),
+            "--kv-dtype float16: append_kv: k must be float16 like k_pages; got float32",
+        ),
         (("--api-key", ""), "the API key must have"),
         (("--api-key", " secret"), "--api-key: the API key must not begin or end with a space"),
         (("--api-key", "secret "), "--api-key: the API key must not begin or end with a space"),

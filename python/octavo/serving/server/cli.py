@@ -12,8 +12,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
+import numpy as np
 import uvicorn
 
+from octavo import KVCache
 from octavo.serving import Scheduler
 from octavo.serving.server.app import create_app
 from octavo.serving.server.engine import Engine
@@ -133,6 +135,8 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
         prefix_cache=model.finds_prefixes and not args.no_prefix_cache,
         **({} if args.kv_dtype is None else {"dtype": args.kv_dtype}),
     )
+    if args.kv_dtype is not None:
+        _check_kv_dtype(args.kv_dtype, model, cache)
     scheduler = Scheduler(
         cache,
         model.forward,
@@ -142,6 +146,19 @@ def _make_engine(args: argparse.Namespace, model: Model) -> tuple[Engine, str]:
     engine = Engine(scheduler, cache, model.tokenizer, max_in_flight=args.max_in_flight)
     pages = f"{cache.allocator.num_pages} pages of {args.page_size} tokens"
     return engine, f"{model.name}, {pages},"
+
+
+def _check_kv_dtype(name: str, model: Model, cache: KVCache) -> None:
+    """Raises ValueError where the model has no keys for such pages, of which the first request would die."""
+    seq = cache.create()
+    try:
+        model.forward(cache.step([seq]), np.zeros(1, np.int64))
+    except TypeError as error:
+        raise ValueError(
+            f"--kv-dtype {name}: {error}; pages of codes, such as int8, take keys of any"
+        ) from error
+    finally:
+        cache.free(seq)
 
 
 def _parser() -> argparse.ArgumentParser:
