@@ -108,6 +108,23 @@ def test_logprobs_have_the_spaces_of_their_tokens(prompt):
         assert text.count(" ") == FALLBACK.decode([*prompt, *tokens]).count(" ")
 
 
+def test_logprobs_have_the_spaces_that_a_tokenizer_of_transformers_cleans_up():
+    """Its own decode leaves out those before full stops and the like; the text of an answer has them."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("uvicorn", reason="the server needs uvicorn")
+    pytest.importorskip("starlette", reason="the server needs starlette")
+    from octavo.serving.server.models import _TransformersTokenizer
+    from octavo.serving.server.text import Answer
+
+    backend = Tokenizer(models.Unigram([(word, -1.0) for word in ("<unk>", "▁cat", "▁.", "▁n't")], unk_id=0))
+    backend.decoder = decoders.Metaspace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    answer = Answer(0, _TransformersTokenizer(fast), (), logprobs=True, prompt=[1])
+    deltas = [answer.feed(token, -1.0, None) for token in (1, 3, 2)]
+    assert "".join(delta.text for delta in deltas) == " cat n't ."
+    assert [token.text for delta in deltas for token in delta.logprobs] == [" cat", " n't", " ."]
+
+
 def make_byte_level():
     """A tokenizer whose tokens are the 256 bytes, in their order, pairs of bytes, and a control token."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # as themselves; others from 256 on (GPT-2)

@@ -221,7 +221,8 @@ class _TransformersTokenizer:
         return self._encode(text, add_special_tokens=False)  # which the template has written
 
     def decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        # As text_stream does: the tokenizer's own decode may leave out spaces, as its configuration says.
+        text: str = self._backend.decode(tokens, skip_special_tokens=True)
         return text
 
     def text_stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
