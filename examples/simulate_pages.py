@@ -46,6 +46,10 @@ class Request:
         for name in ("prompt_len", "output_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
+        if not 0 <= self.prefix_len <= self.prompt_len:
+            raise ValueError(
+                f"prefix_len ({self.prefix_len}) must be from 0 to prompt_len ({self.prompt_len})"
+            )
 
     def prompt(self, number: int) -> np.ndarray:
         """Tokens that no other request has, after those of the prefix."""
@@ -78,7 +82,7 @@ def make_requests(args: argparse.Namespace) -> list[Request]:
             prompt = min(prompt + length, args.max_length // 2)
         else:
             name, length = "", 0
-        requests.append(Request(int(arrival), int(prompt), int(output), name, length))
+        requests.append(Request(int(arrival), int(prompt), int(output), name, int(min(length, prompt))))
     return requests
 
 
@@ -260,12 +264,20 @@ def main() -> None:
         )
     if args.rate <= 0:
         parser.error(f"--rate ({args.rate}) must be greater than 0")
+    if args.prefix_len < 0:
+        parser.error(f"--prefix-len ({args.prefix_len}) must be at least 0")
     if args.requests:
         lines = args.requests.read_text().splitlines()
         try:
             requests = [Request(**json.loads(line)) for line in lines]
         except (TypeError, ValueError) as error:
             parser.error(f"--requests must have an object with the fields of a request in each line: {error}")
+        longest = max((request.prompt_len + request.output_len for request in requests), default=0)
+        if longest > args.max_length:
+            parser.error(
+                f"--requests must have none of more tokens than --max-length ({args.max_length}); "
+                f"got {longest}"
+            )
     else:
         requests = make_requests(args)
     if not requests:

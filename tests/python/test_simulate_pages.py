@@ -80,6 +80,7 @@ def test_a_preempted_request_finds_its_own_pages(tmp_path):
         (("--pages", 127), "--pages (127) of --page-size (16) must hold --max-length (2048)"),
         (("--rate", 0), "--rate (0.0) must be greater than 0"),
         (("--num-requests", 0), "there must be at least one request"),
+        (("--prefix-len", -1), "--prefix-len (-1) must be at least 0"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -94,6 +95,18 @@ def test_wrong_arguments(arguments, message):
         ('{"arrival": 0}\n', "--requests must have an object with"),
         ('{"arrival": 0, "prompt_len": 3, "output_len": 0}\n', "output_len (0) must be at least 1"),
         ('{"arrival": 0, "prompt_len": 0, "output_len": 3}\n', "prompt_len (0) must be at least 1"),
+        (
+            '{"arrival": 0, "prompt_len": 2000, "output_len": 49}\n',
+            "none of more tokens than --max-length (2048); got 2049",
+        ),
+        (
+            '{"arrival": 0, "prompt_len": 3, "output_len": 3, "prefix_len": 4}\n',
+            "prefix_len (4) must be from 0 to prompt_len (3)",
+        ),
+        (
+            '{"arrival": 0, "prompt_len": 3, "output_len": 3, "prefix_len": -1}\n',
+            "prefix_len (-1) must be from 0 to prompt_len (3)",
+        ),
     ],
 )
 def test_a_wrong_trace(tmp_path, text, message):
