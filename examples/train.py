@@ -62,6 +62,7 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
     )
     prompts = [text.encode(prompt).tolist() for prompt in args.prompt or PROMPTS]
     check_context(trainer.model, prompts, args.max_tokens)
+    sampling = Sampling(args.temperature, top_p=0.95, seed=settings.seed)
     if args.checkpoint and args.checkpoint.exists():
         trainer.load(args.checkpoint)
         log.print(f"{args.checkpoint}: goes on after step {trainer.step}")
@@ -80,7 +81,6 @@ def train(args: argparse.Namespace, processes: Processes) -> None:
     if processes.index > 0:
         return
     print(f"loss on held-out text: {held_out:.3f} ({text.unigram_loss:.3f} by how often each token occurs)")
-    sampling = Sampling(args.temperature, top_p=0.95, seed=settings.seed)
     new = generate(
         trainer.model,
         prompts,

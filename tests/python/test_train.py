@@ -274,6 +274,10 @@ def test_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         SystemExit, match=r"train.py: a prompt and its new tokens .* exceed the model's context"
     ):
         train.main([*arguments, "--max-tokens", "128"])
+    capfd.readouterr()
+    with pytest.raises(SystemExit, match=r"train.py: Sampling: temperature \(-1.0\) must be finite and"):
+        train.main([*arguments, "--temperature", "-1"])
+    assert "loss" not in capfd.readouterr().out  # it is said before the training
 
 
 @pytest.mark.gpu
