@@ -56,11 +56,13 @@ def main() -> None:
     if not prompts:
         prompts, system = DEFAULT_PROMPTS, system or DEFAULT_SYSTEM
     tokenizer, model = load(args)
-    cache = make_cache(args, model)
     context_length = model.config.context_length
-    scheduler = Scheduler(cache, model.forward, max_length=context_length, stop_tokens=tokenizer.stop_tokens)
     sampling = Sampling(args.temperature, top_p=args.top_p, seed=args.seed)
     try:
+        cache = make_cache(args, model)
+        scheduler = Scheduler(
+            cache, model.forward, max_length=context_length, stop_tokens=tokenizer.stop_tokens
+        )
         for prompt in prompts:
             scheduler.submit(
                 tokenizer.encode_chat(prompt, system),
@@ -68,7 +70,7 @@ def main() -> None:
                 sampling=sampling,
                 num_samples=args.n,
             )
-    except ValueError as error:
+    except (MemoryError, ValueError) as error:
         sys.exit(f"generate.py: {error}")
     with contextlib.suppress(KeyboardInterrupt):  # stops early, with the table all the same
         generate(scheduler, tokenizer, prompts, args.n)

@@ -372,5 +372,10 @@ def test_script_says_what_does_not_go_together():
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "generate.py: CuPy has no CPU arrays: use numpy or torch"
     assert "0 is not positive" in script("--n", "0", "Hi").stderr
+    too_large = {"--prefill-chunk": "Unable to allocate", "--page-size": "PageAllocator: page_size"}
+    for argument, message in too_large.items():
+        done = script("--device", "cpu", argument, str(10**14), "Hi")
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(f"generate.py: {message}")
     for temperature in ("inf", "nan", "-1"):
         assert f"{temperature} is not a finite number" in script(f"--temperature={temperature}", "Hi").stderr
