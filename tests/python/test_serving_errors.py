@@ -95,6 +95,16 @@ def test_what_could_never_run_is_refused(plain, options, message):
     assert not scheduler.unfinished
 
 
+def test_nothing_is_made_for_samples_that_are_too_many(plain, monkeypatch):
+    """Each has a generator of random numbers: a billion of them would not fit in memory."""
+    made = []
+    monkeypatch.setattr("octavo.serving.request.Draws", made.append)
+    scheduler = Scheduler(make_cache(plain), plain.forward)
+    with pytest.raises(ValueError, match=r"num_samples \(100\) must be at most max_batch \(8\)"):
+        scheduler.submit([1, 2, 3], max_tokens=4, num_samples=100)
+    assert made == []
+
+
 @pytest.mark.parametrize("length_penalty", [-10.0, 10.0])
 def test_the_largest_length_penalties_do_not_overflow(plain, length_penalty):
     cache = make_cache(plain)

@@ -82,10 +82,21 @@ class Limits:
         if self.priority_steps < 1:
             raise ValueError(f"Scheduler: priority_steps ({self.priority_steps}) must be at least 1")
 
+    def check_rows(self, **numbers: int) -> None:
+        """Raise ValueError if a request of so many samples or beams could never run.
+
+        Before there is one: it has an answer for each sample.
+        """
+        for name, rows in numbers.items():
+            if rows > self.max_batch:
+                raise ValueError(
+                    f"Scheduler.submit: {name} ({rows}) must be at most max_batch ({self.max_batch})"
+                )
+
     def check(self, request: Request, room: Room) -> None:
         """Raise ValueError if the request could never run."""
         self._check_prompt(request)
-        self._check_rows(request)
+        self._check_beams(request)
         num_prompt, num_new = len(request.prompt), request.max_tokens
         asked = f"Scheduler.submit: a prompt of {num_prompt} tokens and {num_new} new ones"
         if self.max_length is not None and num_prompt + num_new > self.max_length:
@@ -110,12 +121,7 @@ class Limits:
                 f"got {max(request.prompt)}"
             )
 
-    def _check_rows(self, request: Request) -> None:
-        for name, rows in (("num_samples", request.num_samples), ("num_beams", request.num_beams)):
-            if rows > self.max_batch:
-                raise ValueError(
-                    f"Scheduler.submit: {name} ({rows}) must be at most max_batch ({self.max_batch})"
-                )
+    def _check_beams(self, request: Request) -> None:
         if request.num_beams > 1:
             if request.num_samples > request.num_beams:
                 raise ValueError(

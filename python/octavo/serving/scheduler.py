@@ -177,13 +177,16 @@ class Scheduler:
             RuntimeError: the scheduler is closed.
             TypeError: a number that is no int; a sampling or namespace that is none.
         """
+        num_samples = at_least("num_samples", num_samples, 1)
+        num_beams = at_least("num_beams", num_beams, 1)
+        self._limits.check_rows(num_samples=num_samples, num_beams=num_beams)
         request = Request(
             index=-1,
             prompt=token_list("prompt", prompt),
             max_tokens=at_least("max_tokens", max_tokens, 1),
             sampling=sampling_of(sampling),
-            num_samples=at_least("num_samples", num_samples, 1),
-            num_beams=at_least("num_beams", num_beams, 1),
+            num_samples=num_samples,
+            num_beams=num_beams,
             length_penalty=length_penalty_of(length_penalty),
             stop_tokens=self._stop_tokens | set(token_list("stop_tokens", stop_tokens)),
             stop_sequences=stop_sequences_of(stop_sequences),
