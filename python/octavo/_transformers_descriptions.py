@@ -161,7 +161,11 @@ def _describe_chunks(
     keys = torch.arange(kv_offset, kv_offset + kv_length, device=is_token.device)
     begin = padding + (q_offset - padding).clamp(min=0) // chunk * chunk
     is_key = is_token & (keys >= begin[:, None])
-    if _has_holes(is_key):
+    # Chunks are counted from the first key: behind padding that begins a chunk they would begin late.
+    first = kv_offset + is_key.int().argmax(1)
+    into_chunk = (first - begin) % chunk
+    is_beyond = is_key & (keys >= (first - into_chunk + chunk)[:, None])
+    if _has_holes(is_key) or bool(is_beyond[into_chunk > 0].any()):
         refuse("in chunks, padding must be before or after a sequence's tokens")
     queries, packed_keys = Packing.of(is_token[:, -q_length:]), Packing.of(is_key)
     return replace(mask, first_key=0, queries=queries, keys=packed_keys)

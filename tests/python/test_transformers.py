@@ -259,6 +259,27 @@ def test_padding_inside_a_sequence_with_a_softcap_or_chunks_is_refused():
 
 
 @torch.no_grad()
+def test_padding_that_begins_a_chunk():
+    """The keys from there on have no holes, but begin late. In one chunk that changes nothing."""
+    ids, mask = tokens(2, 15), torch.ones(2, 15, dtype=torch.long)
+    mask[1, WINDOW : WINDOW + 2] = 0
+    torch.manual_seed(0)
+    config = CONFIGS["llama4_text"]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    results = []
+    for implementation in ("eager", "octavo"):
+        model.set_attn_implementation(implementation)
+        cache = model(ids[:, :WINDOW], use_cache=True).past_key_values
+        end = 2 * WINDOW
+        logits = model(ids[:, WINDOW:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+        results.append(logits[mask[:, WINDOW:end] == 1])
+    torch.testing.assert_close(results[1], results[0], atol=2e-5, rtol=1e-4)
+    cache = model(ids[:, :WINDOW], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="in chunks, padding must be before or after a sequence's tokens"):
+        model(ids[:, WINDOW:], attention_mask=mask, past_key_values=cache)
+
+
+@torch.no_grad()
 def test_encoder_with_windows_to_both_sides(calls):
     config = transformers.ModernBertConfig(
         vocab_size=61,
