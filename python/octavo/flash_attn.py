@@ -344,6 +344,9 @@ def flash_attn_with_kvcache(
     if cache_leftpad is not None:
         check_padding(cache_leftpad, seq_lens + (0 if k is None else k.shape[1]), capacity)
 
+    if (rotary_cos is None) != (rotary_sin is None):
+        given = "rotary_sin" if rotary_cos is None else "rotary_cos"
+        raise ValueError(f"{name}: rotary_cos and rotary_sin must be given together; got {given} alone")
     if k is not None and v is not None:
         if cache_seqlens is None:
             raise ValueError(f"{name}: k needs cache_seqlens; got none")

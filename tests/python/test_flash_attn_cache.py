@@ -420,6 +420,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "cache_leftpad needs a cache without gaps between its rows; k_cache has 32 slots at a stride of 32, "
         "and rows at one of 1280",
     ),
+    "cosines alone": (
+        {"rotary_sin": None},
+        "rotary_cos and rotary_sin must be given together; got rotary_cos alone",
+    ),
+    "sines alone": (
+        {"rotary_cos": None},
+        "rotary_cos and rotary_sin must be given together; got rotary_sin alone",
+    ),
     "rotary without k": ({"k": None, "v": None}, "rotary_cos needs k and v; got none"),
     "rotary of other queries": (
         {"q": torch.zeros(2, 3, 4, 16)},
