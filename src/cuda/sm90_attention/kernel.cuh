@@ -6,6 +6,7 @@
 // with V, and under the products of the other consumers, which take turns at the tensor cores (but not with
 // blocks of 64 of a block mask, where each has tiles of its own: passed_tiles.cuh).
 //
+// Over pages that are too small for the copy engine, the producer's warps gather keys instead (gather.cuh).
 // Over pages of codes (quantised numbers), a warpgroup of converters between the two brings K and V, and two
 // more of the producer's warps make Q ready for the products.
 //
@@ -44,15 +45,22 @@ __device__ __forceinline__ void run_sm90_attention(const AttentionParams& p, con
 
     if (warp < 4) {
         ptx::lower_registers<Config::kProducerRegisters>();
-        if (warp == 0) run_q_k_loader<Config>(p, plan, shared);
-        if constexpr (Config::kHasCodes) {
-            if (warp % 2 == 1 && warp / 2 < Config::kConsumers)
-                QueryConverter<Config>(p, plan, shared, warp / 2).run();
+        if constexpr (Config::kGathers) {
+            if (warp < 3)
+                run_gatherer<Config, false>(p, plan, shared, warp);
+            else
+                run_gatherer<Config, true>(p, plan, shared, 3);
         } else {
-            if (warp == 1) run_v_loader<Config>(p, plan, shared);
-            if (warp == 3 && Config::kOwnScheduler) run_scheduler<Config>(p, plan, shared);
+            if (warp == 0) run_q_k_loader<Config>(p, plan, shared);
+            if constexpr (Config::kHasCodes) {
+                if (warp % 2 == 1 && warp / 2 < Config::kConsumers)
+                    QueryConverter<Config>(p, plan, shared, warp / 2).run();
+            } else {
+                if (warp == 1) run_v_loader<Config>(p, plan, shared);
+                if (warp == 3 && Config::kOwnScheduler) run_scheduler<Config>(p, plan, shared);
+            }
+            if (warp == 2) run_storer<Config>(p, plan, shared);
         }
-        if (warp == 2) run_storer<Config>(p, plan, shared);
     } else if (warp < 4 * Config::kFirstConsumer) {
         if constexpr (Config::kHasCodes) {
             ptx::lower_registers<Config::kConverterRegisters>();

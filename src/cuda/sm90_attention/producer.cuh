@@ -1,5 +1,6 @@
 // The producer's warps: one loads Q and K (over codes, Q alone), one loads V, one stores results, and with
-// splits, or where keys are gathered, one hands out the work.
+// splits one hands out the work. Where keys are gathered, all four gather, and two of them do the rest
+// besides.
 #pragma once
 
 #include "cuda/ptx/l2_policy.h"
@@ -9,21 +10,6 @@
 #include "cuda/sm90_attention/shared.cuh"
 
 namespace octavo::cuda {
-
-// Where one warpgroup's rows of a row tile lie in q or out: coordinates of the tensor that Sm90Launch
-// describes.
-struct QueryPlace {
-    bool any;  // whether it has rows here
-    int32_t place, shift, outer;
-
-    // `batch_stride`: the stride of q or out.
-    __device__ QueryPlace(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
-                          int64_t batch_stride)
-        : any(work.first_token + block * plan.tokens < work.seqlen_q),
-          place(plan.q_edge - work.seqlen_q + work.first_token + block * plan.tokens),
-          shift(work.q_begin + work.seqlen_q),
-          outer(p.cu_seqlens_q || batch_stride == 0 ? 0 : work.batch) {}
-};
 
 // Loads tiles of K and V of one row tile.
 template <class Config>
@@ -141,21 +127,56 @@ class KeyLoader {
     uint64_t policy_;  // lets keys and values that no other row tile needs leave the L2 cache first
 };
 
+// One thread: sends a warpgroup's result, which lies in the slot of its queries, on its way, and waits until
+// the slot may be overwritten.
+template <class Config>
+__device__ __forceinline__ void send_result(const Sm90Launch& plan, Sm90Shared<Config>& shared, int slot,
+                                            int group, bool any, const QueryPlace& to) {
+#pragma unroll
+    for (int block = 0; any && block < Config::kValueBlocks; ++block) {
+        ptx::tma_store(&plan.out, shared.q[slot][group] + block * Config::kQBlockBytes,
+                       block * Config::kBlockColumns, to.first_head, to.place, to.shift, to.outer);
+    }
+    ptx::tma_store_commit();
+    ptx::tma_store_wait_read<0>();
+}
+
+// One warp, where keys are gathered: frees a slot of queries of a warpgroup, by sending the result on its way
+// that took the place of those before.
+template <class Config>
+__device__ __forceinline__ void send_earlier_result(const Sm90Launch& plan, Sm90Shared<Config>& shared,
+                                                    const Ring<Config::kQSlots>& ring, int group) {
+    ptx::mbarrier_wait(&shared.out_full[ring.slot][group], ring.parity ^ 1);
+    if (ptx::elect_one()) {
+        const QueryPlace& to = shared.result_places[ring.slot][group];
+        const bool any = to.any && (!Config::kSplits || shared.complete[ring.slot][group]);
+        send_result(plan, shared, ring.slot, group, any, to);
+    }
+    __syncwarp();
+}
+
 template <class Config>
 __device__ __forceinline__ void load_q(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work,
                                        Sm90Shared<Config>& shared, const Ring<Config::kQSlots>& ring) {
     for (int group = 0; group < Config::kConsumers; ++group) {
         uint64_t* full = &shared.q_full[ring.slot][group];
         if constexpr (Config::kHasCodes) full = &shared.query_scales.loaded[ring.slot][group];
-        ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
+        if constexpr (Config::kGathers)
+            send_earlier_result(plan, shared, ring, group);
+        else
+            ptx::mbarrier_wait(&shared.q_empty[ring.slot][group], ring.parity ^ 1);
         const QueryPlace at(p, plan, work, tile_block<Config>(group), p.q_batch_stride);
         const int32_t bytes = Config::kColumnBlocks * plan.heads * plan.tokens * Config::kRowBytes;
         if (ptx::elect_one()) {
+            if constexpr (Config::kGathers) {
+                const QueryPlace to(p, plan, work, tile_block<Config>(group), p.out_batch_stride);
+                shared.result_places[ring.slot][group] = to;
+            }
             ptx::mbarrier_arrive_expect(full, at.any ? bytes : 0);
 #pragma unroll
             for (int block = 0; at.any && block < Config::kColumnBlocks; ++block) {
                 ptx::tma_load(shared.q[ring.slot][group] + block * Config::kQBlockBytes, &plan.q, full,
-                              block * Config::kBlockColumns, work.first_head, at.place, at.shift, at.outer);
+                              block * Config::kBlockColumns, at.first_head, at.place, at.shift, at.outer);
             }
         }
         __syncwarp();
@@ -230,22 +251,6 @@ __device__ void run_q_k_loader(const AttentionParams& p, const Sm90Launch& plan,
 
         if constexpr (Config::kHasCodes) {
             load_q<Config>(p, plan, work, shared, q_ring);
-        } else if constexpr (Config::kGathers) {
-            auto tiles = key_tiles<Config>(p, plan, work);
-            const auto keys = KeyGatherer<Config, Config::kColumnBlocks>::keys(p, plan, work);
-            const int32_t last = tiles.last();
-            int32_t first_key = last >= 0 ? tiles.start(last) : work.seqlen_k;
-            auto pages = keys.load_pages(first_key);
-            for (int32_t i = last, next; i >= 0; i = next) {
-                next = tiles.before(i);
-                const auto places = keys.find(first_key, pages);
-                if (next >= 0) pages = keys.load_pages(first_key = tiles.start(next));
-                ptx::mbarrier_wait(&shared.k_empty[ring.slot], ring.parity ^ 1);
-                keys.gather(shared.k[ring.slot], &shared.k_full[ring.slot], places);
-                ring.advance();
-                if (i == last) load_q<Config>(p, plan, work, shared, q_ring);
-            }
-            if (last < 0) load_q<Config>(p, plan, work, shared, q_ring);
         } else {
             auto tiles = key_tiles<Config>(p, plan, work);
             const KeyLoader<Config> loader(p, plan, work);
@@ -279,20 +284,6 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
         const Sm90Work work = take_work<Config>(shared, work_ring);
         if (work.batch < 0) return;
         auto tiles = key_tiles<Config>(p, plan, work);
-        if constexpr (Config::kGathers) {
-            const auto values = KeyGatherer<Config, Config::kValueBlocks>::values(p, plan, work);
-            int32_t i = tiles.last(), first_key = i >= 0 ? tiles.start(i) : work.seqlen_k;
-            auto pages = values.load_pages(first_key);
-            while (i >= 0) {
-                i = tiles.before(i);
-                const auto places = values.find(first_key, pages);
-                if (i >= 0) pages = values.load_pages(first_key = tiles.start(i));
-                ptx::mbarrier_wait(&shared.v_empty[ring.slot], ring.parity ^ 1);
-                values.gather(shared.v[ring.slot], &shared.v_full[ring.slot], places);
-                ring.advance();
-            }
-            continue;
-        }
         const KeyLoader<Config> loader(p, plan, work);
         const int32_t last = tiles.last();
         int32_t pages = last >= 0 ? loader.find_pages(tiles.start(last)) : 0;
@@ -319,6 +310,77 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
     }
 }
 
+// One of the producer's four warps, where keys are gathered: loads its rows of K and V as far ahead of the
+// consumers as the slots allow, across the ends of row tiles too. Warp 0 also loads Q and sends results on
+// their way, and warp 3 (kLeads) hands out the work.
+//
+// No wait for a slot lasts for ever: what consumers need before they free it is loaded before, by each warp.
+// They free K once they had V of the tile before, and V, or the slot of a result, once they had K of the tile
+// behind that V, which may be the first of the next row tile, if they are chained, with queries of its own,
+// and the next work in any case. Here K of a tile comes before its V, that V before K two tiles behind, the
+// queries right behind a row tile's first K, and the next work when all of these are under way.
+template <class Config, bool kLeads>
+__device__ void run_gatherer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
+                             int warp) {
+    // A slot of K becomes free together with that of V of the tile before. So with as many slots of V as of
+    // K, V is gathered a tile behind K.
+    static constexpr bool kKeysLead = Config::kStages == Config::kVStages;
+    static_assert(kKeysLead || Config::kVStages == Config::kStages + 1);
+    using Gatherer = KeyGatherer<Config>;
+    Sm90Scheduler<Config> scheduler(p, plan);
+    if (kLeads) scheduler.look_at_lengths();
+    Ring<Config::kQSlots> q_ring;
+    Ring<Config::kStages> k_ring;
+    Ring<Config::kVStages> v_ring;
+    Ring<kSm90WorkSlots> work_ring;
+    while (true) {
+        Sm90Work work;
+        if (kLeads) {
+            work = scheduler.work();
+            publish<Config>(work, shared, work_ring);
+        } else {
+            work = take_work<Config>(shared, work_ring);
+        }
+        if (work.batch < 0) break;
+        if (kLeads) scheduler.request();
+
+        auto tiles = key_tiles<Config>(p, plan, work);
+        const Gatherer gatherer(p, plan, work, warp);
+        int32_t tile = tiles.last();
+        typename Gatherer::Place place{}, next_place{};
+        if (tile >= 0) next_place = gatherer.find(tiles.start(tile));
+        bool is_first = true, any;
+        do {
+            any = tile >= 0;
+            const auto previous_place = place;
+            if (any) {
+                place = next_place;
+                tile = tiles.before(tile);
+                if (tile >= 0) next_place = gatherer.find(tiles.start(tile));
+                ptx::mbarrier_wait(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+                gatherer.gather_keys(shared.k[k_ring.slot], &shared.k_full[k_ring.slot], place);
+                k_ring.advance();
+            }
+            if (!kLeads && is_first && warp == 0) load_q<Config>(p, plan, work, shared, q_ring);
+            if (kKeysLead ? !is_first : any) {
+                ptx::mbarrier_wait(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+                gatherer.gather_values(shared.v[v_ring.slot], &shared.v_full[v_ring.slot],
+                                       kKeysLead ? previous_place : place);
+                v_ring.advance();
+            }
+            is_first = false;
+        } while (kKeysLead ? any : tile >= 0);
+        q_ring.advance();
+        if (kLeads) scheduler.advance();
+    }
+    if (kLeads) scheduler.finish();
+    for (int slot = 0; !kLeads && warp == 0 && slot < Config::kQSlots; ++slot) {
+        for (int group = 0; group < Config::kConsumers; ++group)
+            send_earlier_result(plan, shared, q_ring, group);
+        q_ring.advance();
+    }
+}
+
 // One warp: sends the consumers' results on their way, so that none waits for a store.
 template <class Config>
 __device__ void run_storer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared) {
@@ -332,14 +394,7 @@ __device__ void run_storer(const AttentionParams& p, const Sm90Launch& plan, Sm9
             if (ptx::elect_one()) {
                 const QueryPlace at(p, plan, work, tile_block<Config>(group), p.out_batch_stride);
                 const bool any = at.any && (!Config::kSplits || shared.complete[q_ring.slot][group]);
-#pragma unroll
-                for (int block = 0; any && block < Config::kValueBlocks; ++block) {
-                    ptx::tma_store(&plan.out, shared.q[q_ring.slot][group] + block * Config::kQBlockBytes,
-                                   block * Config::kBlockColumns, work.first_head, at.place, at.shift,
-                                   at.outer);
-                }
-                ptx::tma_store_commit();
-                ptx::tma_store_wait_read<0>();
+                send_result(plan, shared, q_ring.slot, group, any, at);
                 ptx::mbarrier_arrive(&shared.q_empty[q_ring.slot][group]);
             }
             __syncwarp();

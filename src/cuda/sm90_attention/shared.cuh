@@ -42,6 +42,22 @@ struct PrefillAlibi<Config, true> {
     }
 };
 
+// Where one warpgroup's rows of a row tile lie in q or out: coordinates of the tensor that Sm90Launch
+// describes.
+struct QueryPlace {
+    bool any;  // whether it has rows here
+    int32_t first_head, place, shift, outer;
+
+    // `batch_stride`: the stride of q or out.
+    __device__ QueryPlace(const AttentionParams& p, const Sm90Launch& plan, const Sm90Work& work, int block,
+                          int64_t batch_stride)
+        : any(work.first_token + block * plan.tokens < work.seqlen_q),
+          first_head(work.first_head),
+          place(plan.q_edge - work.seqlen_q + work.first_token + block * plan.tokens),
+          shift(work.q_begin + work.seqlen_q),
+          outer(p.cu_seqlens_q || batch_stride == 0 ? 0 : work.batch) {}
+};
+
 // Over codes, queries are made ready between the copy engine and the consumers (query_converter.cuh).
 template <class Config, bool kUsed = Config::kHasCodes>
 struct QueryScales {
@@ -82,6 +98,8 @@ struct Sm90Shared {
     uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
     uint64_t patch[Config::kVStages];  // for a tile of V that the producer patches before it hands it on
     QueryScales<Config> query_scales;
+    // Where keys are gathered: where the result goes to that lies in the slot, or is to.
+    QueryPlace result_places[Config::kQSlots][Config::kGathers ? Config::kConsumers : 1];
 
     __device__ void init() {
         constexpr int kConsumerWarps = 4 * Config::kConsumers;
@@ -91,6 +109,7 @@ struct Sm90Shared {
                 ptx::mbarrier_init(&q_full[slot][group], 1);
                 ptx::mbarrier_init(&q_empty[slot][group], 1);
                 ptx::mbarrier_init(&out_full[slot][group], 4);
+                if constexpr (Config::kGathers) result_places[slot][group].any = false;
             }
         }
         for (int stage = 0; stage < Config::kStages; ++stage) {

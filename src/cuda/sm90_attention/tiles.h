@@ -228,17 +228,18 @@ struct Sm90Config {
     // The order of warpgroups: the producer, over codes the converters, and the consumers.
     static constexpr int kFirstConsumer = 1 + kConverters;
     static constexpr int kThreads = 128 * (kFirstConsumer + kConsumers);
-    // How many arrivals hand on a tile of K or V: those of the copies of each lane that gathers it, one of
-    // each warp of a converter, or one of the producer.
-    static constexpr int kTileArrivals = kHasCodes ? 4 : kGathers ? 32 : 1;
+    // How many arrivals hand on a tile of K or V: those of the copies of each lane of the producer, which
+    // gathers it, one of each warp of a converter, or one of the producer.
+    static constexpr int kTileArrivals = kHasCodes ? 4 : kGathers ? 128 : 1;
     // Whether a warp of its own hands out work. Elsewhere the one that loads Q and K does, which is quicker
-    // where no lengths have to be looked at.
-    static constexpr bool kOwnScheduler = (kSplits || kGathers) && !kHasCodes;
+    // where no lengths have to be looked at, or one of those that gather keys.
+    static constexpr bool kOwnScheduler = kSplits && kCache_ == Sm90Cache::numbers;
     static_assert(!kOwnScheduler || kCtas_ == 1);
     // How many warps take work besides those of the consumers: the one that stores results, over codes those
-    // that convert queries, K and V, and otherwise all of each producer's but the one that hands it out.
-    static constexpr int kOtherTakers =
-        kHasCodes ? 1 + kConsumers + 4 * kConverters : 3 * kCtas_ - (kOwnScheduler ? 0 : 1);
+    // that convert queries, K and V, and otherwise all that each producer uses but the one that hands it out.
+    static constexpr int kOtherTakers = kHasCodes                   ? 1 + kConsumers + 4 * kConverters
+                                        : kGathers || kOwnScheduler ? 3
+                                                                    : 3 * kCtas_ - 1;
     // Tiles lie in shared memory as blocks of 64 columns, each of rows of 128 bytes with 128-byte swizzle.
     static constexpr int kBlockColumns = kSm90BlockColumns;
     static constexpr int kColumnBlocks = (kHeadDim + kBlockColumns - 1) / kBlockColumns;
