@@ -322,11 +322,7 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
 template <class Config, bool kLeads>
 __device__ void run_gatherer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
                              int warp) {
-    // A slot of K becomes free together with that of V of the tile before. So with as many slots of V as of
-    // K, V is gathered a tile behind K.
-    static constexpr bool kKeysLead = Config::kStages == Config::kVStages;
-    static_assert(kKeysLead || Config::kVStages == Config::kStages + 1);
-    using Gatherer = KeyGatherer<Config>;
+    const bool loads_q = !kLeads && warp == 0;
     Sm90Scheduler<Config> scheduler(p, plan);
     if (kLeads) scheduler.look_at_lengths();
     Ring<Config::kQSlots> q_ring;
@@ -345,36 +341,27 @@ __device__ void run_gatherer(const AttentionParams& p, const Sm90Launch& plan, S
         if (kLeads) scheduler.request();
 
         auto tiles = key_tiles<Config>(p, plan, work);
-        const Gatherer gatherer(p, plan, work, warp);
-        int32_t tile = tiles.last();
-        typename Gatherer::Place place{}, next_place{};
-        if (tile >= 0) next_place = gatherer.find(tiles.start(tile));
-        bool is_first = true, any;
-        do {
-            any = tile >= 0;
-            const auto previous_place = place;
-            if (any) {
-                place = next_place;
-                tile = tiles.before(tile);
-                if (tile >= 0) next_place = gatherer.find(tiles.start(tile));
-                ptx::mbarrier_wait(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
-                gatherer.gather_keys(shared.k[k_ring.slot], &shared.k_full[k_ring.slot], place);
-                k_ring.advance();
-            }
-            if (!kLeads && is_first && warp == 0) load_q<Config>(p, plan, work, shared, q_ring);
-            if (kKeysLead ? !is_first : any) {
-                ptx::mbarrier_wait(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
-                gatherer.gather_values(shared.v[v_ring.slot], &shared.v_full[v_ring.slot],
-                                       kKeysLead ? previous_place : place);
-                v_ring.advance();
-            }
-            is_first = false;
-        } while (kKeysLead ? any : tile >= 0);
+        const KeyGatherer<Config> gatherer(p, plan, work, warp);
+        const int32_t last = tiles.last();
+        auto next_place = gatherer.find(last >= 0 ? tiles.start(last) : work.seqlen_k);
+        for (int32_t i = last, next; i >= 0; i = next) {
+            const auto place = next_place;
+            next = tiles.before(i);
+            if (next >= 0) next_place = gatherer.find(tiles.start(next));
+            ptx::mbarrier_wait(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
+            gatherer.gather_keys(shared.k[k_ring.slot], &shared.k_full[k_ring.slot], place);
+            k_ring.advance();
+            if (i == last && loads_q) load_q<Config>(p, plan, work, shared, q_ring);
+            ptx::mbarrier_wait(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
+            gatherer.gather_values(shared.v[v_ring.slot], &shared.v_full[v_ring.slot], place);
+            v_ring.advance();
+        }
+        if (last < 0 && loads_q) load_q<Config>(p, plan, work, shared, q_ring);
         q_ring.advance();
         if (kLeads) scheduler.advance();
     }
     if (kLeads) scheduler.finish();
-    for (int slot = 0; !kLeads && warp == 0 && slot < Config::kQSlots; ++slot) {
+    for (int slot = 0; loads_q && slot < Config::kQSlots; ++slot) {
         for (int group = 0; group < Config::kConsumers; ++group)
             send_earlier_result(plan, shared, q_ring, group);
         q_ring.advance();
