@@ -76,8 +76,9 @@ def _raise_in_words_of_octavo(
     if found := _MISMATCH.match(str(error)):
         kind, given = _KINDS.get(found["wanted"], found["wanted"]), found["given"]
         op = python_name(found["op"])
-        if found["wanted"] == given:
-            raise ValueError(f"{op}: {found['argument']} must fit in 64 bits") from None
+        if found["wanted"] == given:  # of which the dispatcher does not take every value
+            wanted = "have no lone surrogates" if given == "str" else "fit in 64 bits"
+            raise ValueError(f"{op}: {found['argument']} must {wanted}") from None
         raise TypeError(f"{op}: {found['argument']} must be {kind}; got {given}") from None
 
 

@@ -1,5 +1,7 @@
 #include "bindings/array_type.h"
 
+#include "bindings/scalars.h"
+
 #include <array>
 #include <string_view>
 #include <utility>
@@ -26,7 +28,7 @@ Framework framework_of(nb::handle type) {
     // jax.Array is an abstract class; arrays and tracers come from jaxlib and jax.
     nb::object module = nb::getattr(type, "__module__", nb::none());
     if (nb::isinstance<nb::str>(module)) {
-        const std::string_view name = nb::borrow<nb::str>(module).c_str();
+        const std::string_view name = utf8_of(module).value_or("");
         if (name.rfind("jaxlib", 0) == 0 || name == "jax" || name.rfind("jax.", 0) == 0)
             return Framework::jax;
     }

@@ -38,7 +38,7 @@ bool lends_memory(nb::handle array) {
 
 // "bfloat16", for dtypes of NumPy, JAX and torch.
 std::string dtype_name(nb::handle dtype) {
-    const std::string name = nb::str(dtype).c_str(), prefix = "torch.";
+    const std::string name = str_of(dtype), prefix = "torch.";
     return name.rfind(prefix, 0) == 0 ? name.substr(prefix.size()) : name;
 }
 

@@ -92,7 +92,7 @@ bool is_deleted(nb::handle array) {
 
 bool has_bools(nb::handle array, const ArrayType& type) {
     if (type.framework == Framework::other) return false;
-    const std::string dtype = nb::str(nb::getattr(array, "dtype", nb::none())).c_str();
+    const std::string dtype = str_of(nb::getattr(array, "dtype", nb::none()));
     return dtype == "bool" || dtype == "torch.bool";
 }
 
@@ -109,10 +109,10 @@ bool is_name_of_int4(std::string_view dtype) { return dtype == "int4" || dtype =
     }
     std::string what = bindings::type_name(array);
     const nb::object dtype = nb::getattr(array, "dtype", nb::none());
-    const std::string dtype_name = nb::str(dtype).c_str();
+    const std::string dtype_name = str_of(dtype);
     if (is_name_of_int4(dtype_name)) refuse_dtype(op, name, accept, dtype_name);  // none has them in DLPack
     if (!dtype.is_none()) what += " of " + dtype_name;
-    std::string reason = nb::str(error.value()).c_str();
+    std::string reason = str_of(error.value());
     reason.resize(std::min(reason.size(), reason.find('\n')));  // torch appends a stack trace
     nb::raise_from(error, type, "%s: %s (%s) cannot be taken through DLPack: %s", op, name, what.c_str(),
                    reason.c_str());

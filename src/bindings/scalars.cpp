@@ -40,10 +40,26 @@ std::string text_of(nb::handle integer) {
 
 }  // namespace
 
+std::optional<std::string_view> utf8_of(nb::handle text) {
+    Py_ssize_t size = 0;
+    const char* const bytes = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+    if (bytes) return std::string_view(bytes, static_cast<size_t>(size));
+    PyErr_Clear();
+    return std::nullopt;
+}
+
+std::string str_of(nb::handle object) {
+    const nb::str text(object);
+    if (const std::optional<std::string_view> utf8 = utf8_of(text)) return std::string(*utf8);
+    const nb::object escaped = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+    if (!escaped.is_valid()) throw nb::python_error();
+    return PyBytes_AsString(escaped.ptr());
+}
+
 std::string type_name(nb::handle object) {
     const nb::handle type = object.type();
-    const std::string module = nb::str(type.attr("__module__")).c_str();
-    const std::string name = nb::str(type.attr("__qualname__")).c_str();
+    const std::string module = str_of(type.attr("__module__"));
+    const std::string name = str_of(type.attr("__qualname__"));
     return module == "builtins" ? name : module + "." + name;
 }
 
@@ -80,7 +96,12 @@ double float_argument(const char* op, const char* name, nb::handle value, const 
 
 std::string_view str_argument(const char* op, const char* name, nb::handle value) {
     if (!PyUnicode_Check(value.ptr())) fail_type(op, name, "a str", value);
-    return nb::borrow<nb::str>(value).c_str();
+    const std::optional<std::string_view> text = utf8_of(value);
+    if (text && text->find('\0') == std::string_view::npos) return *text;
+    const nb::object shown = nb::steal(PyObject_ASCII(value.ptr()));
+    if (!shown.is_valid()) throw nb::python_error();
+    throw ValueError(std::string(op) + ": " + name +
+                     " must be text without null characters and lone surrogates; got " + str_of(shown));
 }
 
 template <>

@@ -18,6 +18,13 @@ namespace nb = nanobind;
 
 std::string type_name(nb::handle object);  // "list", "numpy.ndarray"
 
+// The characters of a str, which live as long as it does; none if it has a lone surrogate, as names of files
+// do that are not in UTF-8.
+std::optional<std::string_view> utf8_of(nb::handle text);
+
+// str(object), with escapes in place of lone surrogates.
+std::string str_of(nb::handle object);
+
 bool bool_argument(const char* op, const char* name, nb::handle value);
 int64_t int_argument(const char* op, const char* name, nb::handle value);
 // `wanted` is what messages ask for: more than a number where the argument may be something else as well.

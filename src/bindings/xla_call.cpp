@@ -108,7 +108,7 @@ XlaCall::XlaCall(const char* op, nb::handle arrays, nb::dict options) : op_(op) 
         if (PyBool_Check(value.ptr())) {
             options_.push_back({name, value.ptr() == Py_True});
         } else if (PyUnicode_Check(value.ptr())) {
-            options_.push_back({name, nb::borrow<nb::str>(value).c_str()});  // which lives in `options`
+            options_.push_back({name, str_argument(op_, name.data(), value)});  // which lives in `options`
         } else if (PyLong_Check(value.ptr())) {
             options_.push_back({name, int_argument(op_, name.data(), value)});
         } else {

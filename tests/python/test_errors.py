@@ -215,6 +215,15 @@ def test_what_is_no_fault_of_the_array_passes(error: BaseException) -> None:
 
 
 @pytest.mark.skipif(gpu_count() > 0, reason="there is a GPU")
+def test_names_with_lone_surrogates() -> None:
+    """UTF-8 has none of them, but Python's names may: those of modules, classes and dtypes, and reasons."""
+    kind = type("Kind", (Producer,), {"__module__": "\ud800", "__qualname__": "Kin\ud801", "dtype": "\ud802"})
+    q = kind(f32(2, 3, 4, 8), error=ZeroDivisionError("\ud803"))
+    message = re.escape(r"attention: q (\ud800.Kin\ud801 of \ud802) cannot be taken through DLPack: \ud803")
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        octavo.attention(**{**dense(), "q": q})
+
+
 def test_cuda_arrays_where_cuda_cannot_be_used() -> None:
     q = Producer(f32(2, 3, 4, 8), device=(2, 0))
     with pytest.raises(RuntimeError, match=r"^attention: CUDA arrays cannot be used here: .+") as caught:

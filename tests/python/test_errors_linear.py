@@ -149,6 +149,18 @@ CASES = [
     # Options.
     case(*L, ValueError, "activation must be silu, gelu, silu_gate or None; got relu", activation="relu"),
     case(*L, TypeError, "activation must be a str; got bool", activation=True),
+    case(
+        *L,
+        ValueError,
+        r"activation must be text without null characters and lone surrogates; got '\ud800'",
+        activation="\ud800",
+    ),
+    case(
+        *L,
+        ValueError,
+        r"activation must be text without null characters and lone surrogates; got 'silu\x00'",
+        activation="silu\0",
+    ),
     case(*L, TypeError, "static_weight must be a bool; got int", static_weight=1),
     case(
         *L,

@@ -94,6 +94,12 @@ BOTH = (
     (int4, {"kv_dtype": 4}, TypeError, "kv_dtype must be a str; got int"),
     (
         int4,
+        {"kv_dtype": "\udcff"},  # what sys.argv has of a byte that is not UTF-8
+        ValueError,
+        r"kv_dtype must be text without null characters and lone surrogates; got '\udcff'",
+    ),
+    (
+        int4,
         {"k_pages": pages(ml_dtypes.int4)},
         TypeError,
         "k_pages must be float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8; got int4; a "

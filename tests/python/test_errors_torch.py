@@ -128,6 +128,11 @@ CASES = [
         "linear: activation must be a str; got int",
     ),
     (
+        lambda: octavo.torch.linear(q, q, activation="\ud800"),
+        ValueError,
+        "linear: activation must have no lone surrogates",
+    ),
+    (
         lambda: octavo.torch.linear(q, q, 3.0),
         TypeError,
         "linear: bias must be a torch.Tensor; got float",

@@ -126,6 +126,7 @@ def test_what_linear_plan_says_is_what_explain_says() -> None:
             "linear_plan: dtype must be float32, float16 or bfloat16; got int8",
         ),
         ((1, 8, 8, "int32", "h100"), TypeError, "float32, float16 or bfloat16"),
+        ((1, 8, 8, "\ud800"), ValueError, "dtype must be text without null characters and lone surrogates"),
         ((1, 8, 8, "float16", "cpu"), ValueError, "device must be a GPU; on the CPU one kernel"),
         ((1, 8, 8, "float16", "h101"), ValueError, "linear_plan: device must be one of cpu, sm_80"),
         ((1, 8, 8, "float16", 0), TypeError, "linear_plan: device must be a str or None; got int"),
