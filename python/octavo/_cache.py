@@ -85,8 +85,13 @@ def _numpy_dtype(name: str) -> Any:
     return np.dtype(name)
 
 
-def _maker(call: str, like: Any) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
-    """The library of an array, and what makes its arrays, in C order, on the same device."""
+def _maker(
+    call: str, like: Any, name: str = "like", or_else: str = "None"
+) -> tuple[str, Callable[[tuple[int, ...], str], Any]]:
+    """The library of an array, and what makes its arrays, in C order, on the same device.
+
+    Messages have the name of the argument, and what else than an array it may be.
+    """
 
     def is_of(module: str, name: str) -> bool:
         loaded = sys.modules.get(module)
@@ -119,13 +124,14 @@ def _maker(call: str, like: Any) -> tuple[str, Callable[[tuple[int, ...], str], 
 
         return "jax", zeros
     raise TypeError(
-        f"{call}: like must be an array of NumPy, PyTorch, CuPy or JAX, or None; got {type(like).__name__}"
+        f"{call}: {name} must be an array of NumPy, PyTorch, CuPy or JAX, or {or_else}; "
+        f"got {type(like).__name__}"
     )
 
 
-def library_of(call: str, like: Any) -> str:
+def library_of(call: str, like: Any, name: str = "like", or_else: str = "None") -> str:
     """Return "numpy", also for None, "torch", "cupy" or "jax"."""
-    return _maker(call, like)[0]
+    return _maker(call, like, name, or_else)[0]
 
 
 def int_argument(call: str, name: str, number: object) -> int:

@@ -12,9 +12,9 @@ from octavo._cuda_streams import on_stream
 _MAX_TOKENS = 64  # the bits of a word
 
 
-def _namespace(call: str, array: Any) -> tuple[str, Any]:
+def _namespace(call: str, name: str, array: Any) -> tuple[str, Any]:
     """The library of an array, and the module that has its functions."""
-    library = library_of(call, array)
+    library = library_of(call, array, name, "a list")
     if library == "torch":
         import torch
 
@@ -87,7 +87,7 @@ def pack_tree_mask(mask: Any) -> Any:
         TypeError: not bool, or of another library.
     """
     mask = _as_array("pack_tree_mask", "mask", mask, "bool")
-    library, xp = _namespace("pack_tree_mask", mask)
+    library, xp = _namespace("pack_tree_mask", "mask", mask)
     if "bool" not in str(mask.dtype):
         raise TypeError(f"pack_tree_mask: mask must be of bool; got {mask.dtype}")
     shape = tuple(mask.shape)
@@ -144,7 +144,7 @@ def tree_mask(parents: Any) -> Any:
         TypeError: not of integers, or of another library.
     """
     parents = _as_array("tree_mask", "parents", parents, "int")
-    library, xp = _namespace("tree_mask", parents)
+    library, xp = _namespace("tree_mask", "parents", parents)
     if "int" not in str(parents.dtype):
         raise TypeError(f"tree_mask: parents must be of integers; got {parents.dtype}")
     shape = tuple(parents.shape)

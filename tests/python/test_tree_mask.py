@@ -457,6 +457,16 @@ def test_helpers_of_jax() -> None:
         (lambda: octavo.tree_mask(3), ValueError, r"must have one axis or more; got shape"),
         (lambda: octavo.pack_tree_mask([[1]]), TypeError, "mask must be of bool; got int64"),
         (lambda: octavo.pack_tree_mask(np.ones((2, 65), bool)), ValueError, "got 65"),
+        (
+            lambda: octavo.pack_tree_mask(Producer(np.ones((2, 2), bool))),
+            TypeError,
+            "^pack_tree_mask: mask must be an array of NumPy, PyTorch, CuPy or JAX, or a list; got Producer$",
+        ),
+        (
+            lambda: octavo.tree_mask(Producer(np.zeros(2, np.int32))),
+            TypeError,
+            "^tree_mask: parents must be an array of NumPy, PyTorch, CuPy or JAX, or a list; got Producer$",
+        ),
     ],
 )
 def test_refusals_of_helpers(call: Any, kind: type[Exception], message: str) -> None:
