@@ -137,7 +137,7 @@ def library_of(call: str, like: Any, name: str = "like", or_else: str = "None") 
 def int_argument(call: str, name: str, number: object) -> int:
     """What a call of Python's own makes of an argument that has to be an int."""
     try:
-        return operator.index(number)  # type: ignore[arg-type]
+        return int(operator.index(number))  # type: ignore[arg-type]  # of True, too, it makes a plain int
     except TypeError:
         raise TypeError(f"{call}: {name} must be an int; got {type(number).__name__}") from None
 
@@ -230,20 +230,23 @@ def empty_cache(
     Raises:
         ValueError: a number below what makes sense, an odd head_dim for int4, an unknown dtype, an offset,
             scale or rotation of keys for floats.
-        TypeError: `like` is not an array of these libraries.
+        TypeError: a number that is no int, a flag that is no bool, `like` is not an array of these libraries.
     """
     numbers = {
         "num_pages": num_pages,
         "page_size": page_size,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        **({} if head_dim_v is None else {"head_dim_v": head_dim_v}),
+        "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
     }
-    for name, number in numbers.items():
+    for name, given in numbers.items():
+        numbers[name] = int_argument("empty_cache", name, given)
         least = 0 if name == "num_pages" else 1
-        if int_argument("empty_cache", name, number) < least:
-            raise ValueError(f"empty_cache: {name} ({number}) must be at least {least}")
-    head_dims = head_dim, head_dim if head_dim_v is None else head_dim_v
+        if numbers[name] < least:
+            raise ValueError(f"empty_cache: {name} ({given}) must be at least {least}")
+    num_pages, page_size, num_kv_heads, *_ = numbers.values()
+    head_dims = numbers["head_dim"], numbers["head_dim_v"]
+    token_scales = _bool_argument("empty_cache", "token_scales", token_scales)
     kind = _kind_of("empty_cache", dtype, head_dims, token_scales)
     transform: dict[str, Any] = {
         "k_channel_offset": k_channel_offset,

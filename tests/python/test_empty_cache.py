@@ -170,6 +170,8 @@ def test_on_a_gpu(kind: str, library: str) -> None:
         ({"head_dim": 2.5}, TypeError, "empty_cache: head_dim must be an int; got float"),
         ({"num_pages": "4"}, TypeError, "empty_cache: num_pages must be an int; got str"),
         ({"rotate_keys": 1}, TypeError, "empty_cache: rotate_keys must be a bool; got int"),
+        ({"token_scales": "no"}, TypeError, "empty_cache: token_scales must be a bool; got str"),
+        ({"token_scales": None}, TypeError, "empty_cache: token_scales must be a bool; got NoneType"),
         (
             {"dtype": "float32", "rotate_keys": np.True_},
             ValueError,
@@ -211,3 +213,8 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
 def test_a_bool_may_be_of_numpy() -> None:
     assert octavo.empty_cache(5, 16, 2, 64, "float32", rotate_keys=np.False_).rotate_keys is False
     assert octavo.empty_cache(5, 16, 2, 64, "int8", rotate_keys=np.True_).rotate_keys is True
+    assert octavo.empty_cache(5, 16, 2, 64, "int8", token_scales=np.False_).k_scales is None
+
+
+def test_a_bool_is_a_number_as_it_is_for_operators() -> None:
+    assert octavo.empty_cache(True, 16, True, 64, "int8").k_pages.shape == (1, 16, 1, 64)
