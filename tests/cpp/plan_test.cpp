@@ -208,21 +208,6 @@ TEST(Plan, SmallPages) {
     EXPECT_EQ(kind_of(args), "sm80_attention");
 }
 
-// Row tiles of few rows, for which three and four consumers have no kernel, do not keep others from splits.
-TEST(Plan, FewRowsWithoutAKernelOfTheirOwn) {
-    Shape shape{17, 8192, 2, 4, 64};
-    shape.queries = 256;
-    for (int64_t page_size : {16, 1}) {
-        shape.page_size = page_size;
-        for (int64_t total_q : {17 * 256, 17 * 256 - 8}) {
-            shape.total_q = total_q;
-            const Explanation text = explain(paged(shape), "h200");
-            EXPECT_EQ(field(text, "warpgroups"), "3");
-            EXPECT_EQ(field(text, "feature"), "splits") << total_q << " queries, pages of " << page_size;
-        }
-    }
-}
-
 // Places of keys are counted in 16 bytes, in 32 bits, of which the largest number stands for no place.
 TEST(Plan, SmallPagesOf64GB) {
     Shape shape{4, 2048, 1, 32, 24};

@@ -178,7 +178,8 @@ bool looks_at_lengths(const AttentionParams& p, const Gpu& gpu, const Sm90Plan& 
         const bool unchains = tiles.chained && (!chains_splits(tiles) || p.ranges);
         if (key_tiles < 200 || unchains) return false;
     }
-    const int64_t rounds = !plan.few_rows ? kManyRounds : are_unlike && p.head_dim <= 128 ? 5 : 3;
+    const bool few_rows = plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas);
+    const int64_t rounds = !few_rows ? kManyRounds : are_unlike && p.head_dim <= 128 ? 5 : 3;
     return plan.num_row_tiles <= rounds * gpu.num_sms;
 }
 
@@ -193,7 +194,7 @@ Sm90Feature choose_feature(const AttentionParams& p, const Sm90Plan& plan) {
     if (plan.codes != Codes::none) return tiles.warpgroups == 1 ? Sm90Feature::sinks : Sm90Feature::few_rows;
     if (plan.gathers)
         return has_few_rows(tiles.warpgroups, tiles.ctas) ? Sm90Feature::few_rows : Sm90Feature::sinks;
-    if (plan.few_rows) return Sm90Feature::few_rows;
+    if (plan.few_rows && has_few_rows(tiles.warpgroups, tiles.ctas)) return Sm90Feature::few_rows;
     if (p.softcap > 0.0f) return Sm90Feature::softcap;
     if (p.sinks || p.attention_chunk.divisor > 0) return Sm90Feature::sinks;
     return Sm90Feature::none;
@@ -207,7 +208,7 @@ void cut_work(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     if (plan.feature != Sm90Feature::beside && !plan.has_blocks()) {
         const bool has_codes = plan.codes != Codes::none;
         plan.few_rows =
-            has_few_rows(tiles.warpgroups, tiles.ctas) && may_have_few_rows(p, tiles, plan.heads, has_codes);
+            !(has_codes && tiles.warpgroups == 1) && may_have_few_rows(p, tiles, plan.heads, has_codes);
         choose_splits(p, gpu, plan);
         plan.by_length = looks_at_lengths(p, gpu, plan);
         if (plan.may_split()) plan.few_rows = false;

@@ -26,7 +26,7 @@ struct Sm90Plan {
     int32_t heads, tokens;  // heads and tokens side by side in the 64 rows of a warpgroup
     int32_t box_keys;       // keys that one copy brings; 0 where the copy engine brings none
     bool gathers;           // whether keys are gathered one by one, from small pages
-    bool few_rows;          // whether some row tiles may be of few rows, and there is a kernel for these
+    bool few_rows;          // whether some row tiles may be of few rows
     int64_t num_row_tiles;  // over the batch and all heads; a bound when the queries are packed
 
     Sm90Order order;
