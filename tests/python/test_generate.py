@@ -327,7 +327,7 @@ def test_texts_that_are_interrupted_are_shown_as_far_as_they_came(model, capsys)
     cache = make_cache(model, num_pages=8)
     request = Scheduler(cache, model.forward).submit([1], max_tokens=9, num_samples=2)
     with LineDisplay(["Hi"], 2, 1) as display:
-        for sample, text in ((0, "A line\nHalf a"), (1, "Hel"), (0, " line"), (1, "lo\n")):
+        for sample, text in ((0, "A line\nHalf a"), (1, "He"), (0, " line"), (1, "llo\n")):
             display.write(Output(request, sample, 7, None, None), text)
     assert capsys.readouterr().out.splitlines() == [
         "[1] > Hi",
