@@ -317,10 +317,8 @@ __device__ void run_v_loader(const AttentionParams& p, const Sm90Launch& plan, S
 // No wait for a slot lasts for ever: what consumers need before they free it is loaded before, by each warp.
 // They free K once they had V of the tile before, and V, or the slot of a result, once they had K of the tile
 // behind that V, which may be the first of the next row tile, if they are chained, with queries of its own,
-// and the next work in any case. Here K of a tile comes before its V, that V before the next K, the queries
-// behind a row tile's first tile, and the next work when all of these are under way. Where a slot of queries
-// is free only when the row tile before is done, they come behind as many tiles as there are slots for: those
-// need nothing of this row tile, since no row tiles are chained there.
+// and the next work in any case. Here K of a tile comes before its V, that V before K two tiles behind, the
+// queries right behind a row tile's first K, and the next work when all of these are under way.
 template <class Config, bool kLeads>
 __device__ void run_gatherer(const AttentionParams& p, const Sm90Launch& plan, Sm90Shared<Config>& shared,
                              int warp) {
@@ -346,7 +344,6 @@ __device__ void run_gatherer(const AttentionParams& p, const Sm90Launch& plan, S
         const KeyGatherer<Config> gatherer(p, plan, work, warp);
         const int32_t last = tiles.last();
         auto next_place = gatherer.find(last >= 0 ? tiles.start(last) : work.seqlen_k);
-        int tiles_before_q = Config::kQSlots == 1 ? Config::kStages : 1;
         for (int32_t i = last, next; i >= 0; i = next) {
             const auto place = next_place;
             next = tiles.before(i);
@@ -354,15 +351,12 @@ __device__ void run_gatherer(const AttentionParams& p, const Sm90Launch& plan, S
             ptx::mbarrier_wait(&shared.k_empty[k_ring.slot], k_ring.parity ^ 1);
             gatherer.gather_keys(shared.k[k_ring.slot], &shared.k_full[k_ring.slot], place);
             k_ring.advance();
+            if (i == last && loads_q) load_q<Config>(p, plan, work, shared, q_ring);
             ptx::mbarrier_wait(&shared.v_empty[v_ring.slot], v_ring.parity ^ 1);
             gatherer.gather_values(shared.v[v_ring.slot], &shared.v_full[v_ring.slot], place);
             v_ring.advance();
-            if (loads_q && tiles_before_q > 0 && (--tiles_before_q == 0 || next < 0)) {
-                load_q<Config>(p, plan, work, shared, q_ring);
-                tiles_before_q = 0;
-            }
         }
-        if (loads_q && last < 0) load_q<Config>(p, plan, work, shared, q_ring);
+        if (last < 0 && loads_q) load_q<Config>(p, plan, work, shared, q_ring);
         q_ring.advance();
         if (kLeads) scheduler.advance();
     }
