@@ -206,6 +206,13 @@ TEST(Plan, SmallPages) {
     PagedAttentionArgs args = paged(shape);
     args.alibi_slopes = Arrays().make(DType::float32, {32});
     EXPECT_EQ(kind_of(args), "sm80_attention");
+    // Long chunks of prompts are looked at by length, but not where keys are gathered.
+    shape = {4, 8192, 4, 4, 256};
+    shape.queries = 512;
+    for (const auto& [page_size, by_length] : {std::pair(1, "false"), {16, "true"}}) {
+        shape.page_size = page_size;
+        EXPECT_EQ(field(explain(paged(shape), "h200"), "by_length"), by_length) << page_size;
+    }
 }
 
 // Places of keys are counted in 16 bytes, in 32 bits, of which the largest number stands for no place.
