@@ -140,7 +140,8 @@ int64_t visible_keys(const AttentionParams& p, const Sm90Plan& plan) {
 
 // Splits the keys of the row tiles behind the last whole round of the SMs, where they then take less time. If
 // some row tiles have few rows, a batch of more row tiles than SMs takes the kernel for few rows instead,
-// which has no splits.
+// which has no splits. Where there is no such kernel it has none either: 17 chunks of 256 keys in a table
+// with room for 8192 took 33 us with splits in place of 18 (H200).
 void choose_splits(const AttentionParams& p, const Gpu& gpu, Sm90Plan& plan) {
     const Sm90Tiles& tiles = plan.tiles();
     const int64_t sms = gpu.num_sms, rest = plan.num_row_tiles % sms;

@@ -98,7 +98,7 @@ struct Sm90Shared {
     uint32_t complete[Config::kQSlots][Config::kConsumers];  // splits: whether the slot holds a result
     uint64_t patch[Config::kVStages];  // for a tile of V that the producer patches before it hands it on
     QueryScales<Config> query_scales;
-    // Where keys are gathered: where the result goes to that lies in the slot, or is to.
+    // Where keys are gathered: the place in `out` of the result that each slot holds, or will hold.
     QueryPlace result_places[Config::kQSlots][Config::kGathers ? Config::kConsumers : 1];
 
     __device__ void init() {
