@@ -182,8 +182,11 @@ void set_dense_or_packed(const Checker& check, AttentionParams& p, const Args& a
     p.k_head_stride = stride_of(args.k, ndim - 2);
     p.v_head_stride = stride_of(args.v, ndim - 2);
     if (packed) {
-        const int64_t batch = args.cu_seqlens_q->ndim == 1 ? args.cu_seqlens_q->shape[0] - 1 : 0;
-        if (batch < 0) fail<ValueError>(p.op, "cu_seqlens_q must have batch + 1 entries, at least 1; got 0");
+        const int64_t num_offsets = args.cu_seqlens_q->ndim == 1 ? args.cu_seqlens_q->shape[0] : 1;
+        if (num_offsets < 1) {
+            fail<ValueError>(p.op, "cu_seqlens_q must have batch + 1 entries, at least 1; got ", num_offsets);
+        }
+        const int64_t batch = num_offsets - 1;
         check.length("total_q", args.q.shape[0]);
         check.length("total_k", args.k.shape[0]);
         check.length("batch", batch);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <vector>
 
 namespace octavo {
@@ -23,7 +24,7 @@ void add_axes(const TensorView& t, int sign, std::vector<Axis>& axes) {
         (sign < 0 ? found->first : found->last) += sign * last;
     };
     const int64_t size = size_of(t.dtype);
-    for (int axis = 0; axis < t.ndim; ++axis) add(size * std::abs(t.strides[axis]), t.shape[axis] - 1);
+    for (int axis = 0; axis < t.ndim; ++axis) add(size * std::abs(stride_of(t, axis)), t.shape[axis] - 1);
     add(1, size - 1);
     std::sort(axes.begin(), axes.end(), [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
 }
@@ -45,6 +46,22 @@ bool reaches(const std::vector<Axis>& axes, size_t axis, int64_t offset) {
         if (reaches(axes, axis + 1, rest)) return true;
     }
     return false;
+}
+
+// Whether the array's bytes, from the first to the last, are so few that neither their number nor a sum of
+// two such numbers overflows. What has more is in no machine's memory, and its addresses would wrap around.
+bool can_lie_in_memory(const TensorView& t) {
+    constexpr int64_t kMostBytes = int64_t{1} << 62;
+    int64_t reach = 0;  // from the lowest element to the highest
+    for (int axis = 0; axis < t.ndim; ++axis) {
+        if (t.shape[axis] < 2) continue;  // such an axis may have any stride
+        int64_t length = 0;
+        if (t.strides[axis] == std::numeric_limits<int64_t>::min() ||
+            __builtin_mul_overflow(t.shape[axis] - 1, std::abs(t.strides[axis]), &length) ||
+            __builtin_add_overflow(reach, length, &reach))
+            return false;
+    }
+    return reach < kMostBytes / size_of(t.dtype);
 }
 
 // Whether two arrays share elements. The answer is exact if both have the same strides in bytes, whichever
@@ -69,7 +86,7 @@ Bytes bytes_of(const TensorView& t) {
     if (t.size() == 0) return {data, data};
     int64_t first = 0, last = 0;
     for (int axis = 0; axis < t.ndim; ++axis) {
-        const int64_t reach = (t.shape[axis] - 1) * t.strides[axis];
+        const int64_t reach = (t.shape[axis] - 1) * stride_of(t, axis);
         (reach < 0 ? first : last) += reach;
     }
     return {data + first * size_of(t.dtype), data + (last + 1) * size_of(t.dtype)};
@@ -79,6 +96,14 @@ void Checker::memory(const char* name, const TensorView& t) const {
     if (t.device != device_) {
         fail<DeviceError>(op_, "all arrays must be on one device; ", name, " is on ", to_string(t.device),
                           ", the first array on ", to_string(device_));
+    }
+    for (int axis = 0; axis < t.ndim; ++axis) {
+        if (t.shape[axis] < 0)
+            fail<ValueError>(op_, name, " must have no negative length; got shape ", t.shape_string());
+    }
+    if (t.size() > 0 && !can_lie_in_memory(t)) {
+        fail<ValueError>(op_, name, " must lie within 2^62 bytes of memory; got shape ", t.shape_string(),
+                         " and strides ", t.strides_string());
     }
     if (!t.data && t.size() > 0) {
         fail<ValueError>(op_, name, " of shape ", t.shape_string(), " must have data; its pointer is null");
@@ -196,10 +221,10 @@ void Checker::writable(const char* name, const TensorView& t) const {
     if (t.size() == 0) return;
     for (int axis = 0; axis < t.ndim; ++axis) {
         // The span of the axes inside this one: those of smaller strides and, among equal ones, later axes.
-        const int64_t stride = std::abs(t.strides[axis]);
+        const int64_t stride = std::abs(stride_of(t, axis));
         int64_t span = 1;
         for (int inner = 0; inner < t.ndim; ++inner) {
-            const int64_t inner_stride = std::abs(t.strides[inner]);
+            const int64_t inner_stride = std::abs(stride_of(t, inner));
             if (inner_stride < stride || (inner_stride == stride && inner > axis))
                 span += (t.shape[inner] - 1) * inner_stride;
         }

@@ -296,6 +296,7 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
     set_masks(check, p, args);
     set_softmax_phi(check, p, args);
     set_tree_mask(check, p, args);
+    set_chosen_pages(check, p, args);
     p.has_head_numbers = p.alibi_slopes || p.softmax_phi_of_heads || p.has_tree_mask;
     const KeyTransformArguments transform = KeyTransformArguments::of(args);
     p.key_transform = check_key_transform(check, transform, stored.k, p.num_kv_heads, p.head_dim);
@@ -331,7 +332,6 @@ PagedAttentionParams check_paged_attention(const PagedAttentionArgs& args) {
         }
         p.num_splits = static_cast<int32_t>(*args.num_splits);
     }
-    set_chosen_pages(check, p, args);
     if (p.device.type == DeviceType::cpu) {
         if (p.chosen_pages) {
             check_chosen_pages_in_host(p.op, p.chosen_pages, p.page_table, p.page_table_stride, p.seq_lens,

@@ -360,6 +360,7 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
     if (args.copies.shape[1] != 2) {
         fail<ValueError>(op, "copies must have shape [num_copies, 2]; got ", args.copies.shape_string());
     }
+    Checker(op, p.device).length("num_copies", args.copies.shape[0]);
     auto pages = [&p](const char* name, const TensorView& array) -> CopyPagesParams::Pages {
         return {data_for(op, name, array, p.device), stride_of(array, 0), stride_of(array, 1),
                 stride_of(array, 2)};

@@ -374,6 +374,33 @@ TEST(Attention, RefusesWhatItCannotTake) {
               "attention: lse of shape [1, 1, 2] must have data; its pointer is null");
 }
 
+// An address is the pointer and a sum of indices times strides modulo 2^64: with these, two rows would be
+// one.
+TEST(Attention, RefusesViewsThatNoMemoryCanHold) {
+    constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+    Floats q(2 * kQSize), kv(2 * kKvSize), out(2 * kQSize);
+    AttentionArgs args;
+    args.q = view(q, {2, 1, kNumQHeads, kHeadDim});
+    args.k = args.v = view(kv, {2, 1, kNumKvHeads, kHeadDim});
+    args.out = view(out, {2, 1, kNumQHeads, kHeadDim});
+    args.out.strides[0] = int64_t{1} << 62;
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: out must lie within 2^62 bytes of memory; got shape [2, 1, 6, 16] and strides "
+              "[4611686018427387904, 96, 16, 1]");
+    for (int64_t stride : {kLeast, kLeast + 1, -kLeast / 2, int64_t{1} << 60, -(int64_t{1} << 60)}) {
+        args.out.strides[0] = stride;
+        EXPECT_THROW(attention(args), ValueError) << stride;
+    }
+    // An axis of length one may have any.
+    args.out.strides = {kQSize, kLeast, kHeadDim, 1};
+    args.k.strides[1] = args.v.strides[1] = kLeast;
+    attention(args);
+
+    args.q.shape[0] = -2;
+    EXPECT_EQ(message_of<ValueError>([&] { attention(args); }),
+              "attention: q must have no negative length; got shape [-2, 1, 6, 16]");
+}
+
 // A paged cache as a serving loop keeps it, and beside it each sequence's keys and values in order. The
 // operators get tables, lengths and offsets of int32, or of int64.
 class PagedCache : public testing::TestWithParam<DType> {
