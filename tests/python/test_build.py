@@ -12,6 +12,7 @@ import pytest
 
 import octavo
 from octavo import info
+from support.programs import find_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,6 +172,57 @@ def test_find_package_from_the_installed_package(tmp_path, cmake):
     assert result.returncode == 0, result.stdout + result.stderr
     result = run(str(tmp_path / "build" / "consumer"))
     assert result.stdout == f"{octavo.__version__} 2 2.000\n", result.stderr
+
+
+# Another library in the process
+
+# What another version may hold by the names of this one: a function that the extension calls, and tables.
+OTHER_LIBRARY = """
+#include <octavo/attention.h>
+
+namespace octavo {
+void attention(const AttentionArgs&) { throw Error("of the other library"); }
+namespace schema {
+struct Attention {
+    static constexpr char kArguments[1 << 16] = {};
+};
+}  // namespace schema
+namespace cpu {
+namespace baseline { extern const char kKernels[4096] = {}; }
+namespace avx2 { extern const char kKernels[4096] = {}; }
+namespace avx512 { extern const char kKernels[4096] = {}; }
+namespace avx512_bf16 { extern const char kKernels[4096] = {}; }
+}  // namespace cpu
+}  // namespace octavo
+
+extern "C" const char* arguments() { return octavo::schema::Attention::kArguments; }
+"""
+
+USE_OCTAVO_BESIDE_IT = """
+import ctypes, sys
+
+other = ctypes.CDLL(sys.argv[1], mode=getattr(ctypes, sys.argv[2]))
+other.arguments()
+sys.path.insert(0, sys.argv[3])
+import c_interface, numpy as np, octavo
+q, out = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1, 1, 8), np.float32)
+c_interface.Library().attention(q=q, k=q, v=q, out=out)
+print(out.sum(), octavo.attention(q, q, q).sum())
+"""
+
+
+@pytest.mark.parametrize("mode", ["RTLD_LOCAL", "RTLD_GLOBAL"])
+def test_another_library_in_the_process(tmp_path, mode):
+    """An engine's own Octavo, of another version, beside the package: each uses what is its own."""
+    if find_program("g++") is None:
+        pytest.skip("needs g++")
+    source, library = tmp_path / "other.cpp", tmp_path / "other.so"
+    source.write_text(OTHER_LIBRARY)
+    linked = ["-shared", "-fPIC", "-Wl,-soname,liboctavo.so.0.1", "-Wl,--default-symver"]
+    result = run("g++", "-std=c++17", *linked, f"-I{ROOT / 'include'}", str(source), "-o", str(library))
+    assert result.returncode == 0, result.stderr
+    result = python("-c", USE_OCTAVO_BESIDE_IT, str(library), mode, str(ROOT / "examples"))
+    assert result.stdout == "8.0 8.0\n", result.stderr or result.returncode
 
 
 # Plain CMake, which fetches nothing
