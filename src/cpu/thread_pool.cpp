@@ -5,6 +5,7 @@
 #include <octavo/build_info.h>
 #include <octavo/error.h>
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
@@ -223,6 +224,14 @@ class ThreadPool {
     int num_sleepers_ = 0;
 };
 
+// The pool's threads run code that must not go before they do: where this is part of a library that a program
+// loads and unloads, such as a plugin, the library stays.
+void stay_in_memory() {
+    Dl_info here;
+    if (!dladdr(reinterpret_cast<void*>(&stay_in_memory), &here)) return;
+    dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);  // finds no program, and changes nothing
+}
+
 // Never destroyed: its threads may outlive every static object. A forked child has none of them and starts
 // over with a pool of its own, whatever state the parent's was in.
 ThreadPool* g_pool = nullptr;
@@ -230,6 +239,7 @@ ThreadPool* g_pool = nullptr;
 ThreadPool& pool() {
     static std::once_flag once;
     std::call_once(once, [] {
+        stay_in_memory();
         g_pool = new ThreadPool;
         pthread_atfork(nullptr, nullptr, [] { g_pool = new ThreadPool; });
     });
