@@ -1,9 +1,9 @@
 // The C face of the library: octavo.h over the C++ headers.
 #include "operators/schema.h"
 
-#include <octavo/build_info.h>
 #include <octavo/octavo.h>
 #include <octavo/page_allocator.h>
+#include <octavo/version.h>
 
 #include <algorithm>
 #include <array>
@@ -232,7 +232,7 @@ void require_array(const char* call, const char* name, T* array, int64_t count) 
 }  // namespace
 
 const char* octavo_last_error(void) { return last_error.c_str(); }
-const char* octavo_version(void) { return octavo::build_info().version.c_str(); }
+const char* octavo_version(void) { return OCTAVO_VERSION; }
 
 octavo_status octavo_attention_args_init(octavo_attention_args* args) {
     return init<schema::Attention>(args);
