@@ -135,7 +135,8 @@ int64_t StepArrays::max_batch() const { return state_->max_batch; }
 int64_t StepArrays::num_copies(int64_t group) const {
     std::lock_guard lock(state_->mutex);
     if (group < 0 || group >= static_cast<int64_t>(state_->tables.size())) {
-        fail<ValueError>("num_copies", "group (", group, ") must be one of the ", state_->tables.size());
+        fail<ValueError>("num_copies", "group (", group, ") must be one of the ", state_->tables.size(),
+                         " groups");
     }
     return state_->tables[group].num_copies;
 }

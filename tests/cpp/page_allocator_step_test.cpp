@@ -150,6 +150,8 @@ TEST(Step, WritesOneTableForEachGroup) {
     EXPECT_EQ(more_copies, Ints({2, 3, 0, 0}));
     EXPECT_EQ(arrays.num_copies(0), 1);
     EXPECT_EQ(arrays.num_copies(1), 1);
+    EXPECT_EQ(message_of<ValueError>([&] { arrays.num_copies(2); }),
+              "num_copies: group (2) must be one of the 2 groups");
     EXPECT_EQ(message_of<OutOfPages>([&] { allocator.extend(a, 11); }),
               "extend: needs 6 pages (6 new, 0 copy-on-write), 4 free in group 1");
     EXPECT_THROW(allocator.pages(a, 2), ValueError);
