@@ -121,7 +121,7 @@ std::vector<Half> decode(octavo::DeviceType device) {
     append.cu_seqlens = integers({0, kPrompt}, {2});
     octavo::append_kv(append);
 
-    // Two samples, one token each. The second to grow gets a copy of the last page.
+    // Two samples, one token each. Both get a copy of the last page, which the prompt keeps.
     const std::vector<octavo::Sequence> samples = alloc.fork(prompt, kBatch);
     std::vector<int32_t> page_table, seq_lens, copies;
     for (const octavo::Sequence sample : samples) {

@@ -238,7 +238,8 @@ OCTAVO_API octavo_status octavo_page_allocator_create(octavo_page_allocator* all
 /* n more tokens, all or nothing: OCTAVO_OUT_OF_PAGES leaves all as it was. */
 OCTAVO_API octavo_status octavo_page_allocator_extend(octavo_page_allocator* allocator,
                                                       octavo_sequence sequence, int64_t n);
-/* n sequences that share every page of this one; the first to grow copies a last page that is not full. */
+/* n sequences that share every page of this one. All of them but the last to grow copy a last page that is
+ * not full. */
 OCTAVO_API octavo_status octavo_page_allocator_fork(octavo_page_allocator* allocator,
                                                     octavo_sequence sequence, int64_t n,
                                                     octavo_sequence* forks); /* [n], written */
