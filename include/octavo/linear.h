@@ -70,9 +70,10 @@ struct LinearArgs {
     std::optional<TensorView> residual;  // like out
     std::optional<Activation> activation;
     // RMSNorm (rms_norm.h) of the rows of x, if norm_weight is given: x / sqrt(mean(x^2) + norm_eps) *
-    // norm_weight. On Hopper one launch does both for up to 16 rows of bfloat16 with such a norm_weight,
-    // unless `batch_invariant` is set or `plan` names another kernel than sm90_flat: it rounds x *
-    // norm_weight, and divides the sums of products.
+    // norm_weight. Then x has at most three leading axes that do not lie behind one another. On Hopper one
+    // launch does both for up to 16 rows of bfloat16 with such a norm_weight, unless `batch_invariant` is set
+    // or `plan` names another kernel than sm90_flat: it rounds x * norm_weight, and divides the sums of
+    // products.
     std::optional<TensorView> norm_weight;  // [K], of x's dtype or float32
     double norm_eps = 1e-6;
     // A promise that nothing which is still at work on the stream writes to w or to norm_weight, so that the
