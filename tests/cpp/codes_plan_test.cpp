@@ -140,6 +140,72 @@ PagedAttentionArgs with_scales(PagedAttentionArgs args) {
     return args;
 }
 
+// Scales may be those of tokens for keys or values alone, and the same in all pages.
+TEST(Plan, ScalesOfTokens) {
+    Shape shape{4, 2048};
+    shape.queries = 128;
+    auto token_scales = [](const PagedAttentionArgs& args) {
+        return field(explain(args, "h200"), "token_scales");
+    };
+    const PagedAttentionArgs both = with_scales(over_codes(shape));
+    EXPECT_EQ(token_scales(both), "true");
+    PagedAttentionArgs args = both;
+    args.k_scales.reset();
+    args.k_scale = 0.5f;
+    EXPECT_EQ(token_scales(args), "true");
+    args = both;
+    args.v_scales.reset();
+    args.v_scale = 0.5f;
+    EXPECT_EQ(token_scales(args), "true");
+    for (int axis : {0, 1}) {  // of pages, and of tokens
+        args = both;
+        args.k_scales->strides[axis] = args.v_scales->strides[axis] = 0;
+        EXPECT_EQ(token_scales(args), "true");
+    }
+    args.k_scales->strides[0] = args.v_scales->strides[0] = 0;
+    EXPECT_EQ(token_scales(args), "false") << "one scale for each KV head";
+}
+
+// Offsets of codes are counted in 16 bytes, and those of scales in words, in 32 bits without a sign.
+TEST(Plan, CodesAndScalesBeyondReach) {
+    Shape shape{64, 2048};
+    for (int64_t queries : {1, 128}) {
+        shape.queries = queries;
+        const PagedAttentionArgs call = with_scales(over_codes(shape));
+        const char* const kernel = queries == 1 ? "split_kv_decode" : "sm90_attention";
+        EXPECT_EQ(kind_of(call), kernel);
+        for (TensorView PagedAttentionArgs::* pages :
+             {&PagedAttentionArgs::k_pages, &PagedAttentionArgs::v_pages}) {
+            PagedAttentionArgs args = call;
+            (args.*pages).strides[0] = int64_t{1} << 22;  // 32 GB
+            EXPECT_EQ(kind_of(args), kernel);
+            (args.*pages).strides[0] = int64_t{1} << 24;
+            EXPECT_EQ(kind_of(args), "sm80_attention");
+            (args.*pages).strides[0] = -(call.*pages).strides[0];
+            EXPECT_EQ(kind_of(args), "sm80_attention");
+        }
+        for (std::optional<TensorView> PagedAttentionArgs::* scales :
+             {&PagedAttentionArgs::k_scales, &PagedAttentionArgs::v_scales}) {
+            PagedAttentionArgs args = call;
+            (args.*scales)->strides[0] = int64_t{1} << 18;  // 8 GB
+            EXPECT_EQ(kind_of(args), kernel);
+            (args.*scales)->strides[0] = int64_t{1} << 20;
+            EXPECT_EQ(kind_of(args), "sm80_attention");
+        }
+    }
+}
+
+// A list of pages of each KV head has no place for parts of its query heads.
+TEST(Plan, ChosenPagesOverCodes) {
+    PagedAttentionArgs args = over_codes({4, 1024, 2, 16, 256});
+    EXPECT_EQ(field(explain(args, "h200"), "group_parts"), "2");
+    args.chosen_pages = Arrays().make(DType::int32, {4, 2, 9});
+    EXPECT_THROW(explain(args, "h200"), ValueError);
+    args = over_codes({4, 1024, 2, 8, 256});
+    args.chosen_pages = Arrays().make(DType::int32, {4, 2, 9});
+    EXPECT_EQ(kind_of(args), "split_kv_decode");
+}
+
 // Drafts are decoded in parts, where the decode kernels do not take all rows of a KV head at once.
 TEST(Plan, DraftsOverCodes) {
     auto reason = [](const PagedAttentionArgs& args) {
@@ -382,6 +448,15 @@ TEST(Plan, MixedBatchesOverCodes) {
     args.batch_invariant = true;
     EXPECT_EQ(kind_of(args), "sm90_attention");
     EXPECT_EQ(kind_of(with_scales(over_codes(shape)), "a100"), "sm80_attention");
+
+    // Those that decode have one launch.
+    shape = Shape{1025, 512};
+    shape.queries = 512;
+    shape.total_q = 4 * 512 + 1021;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "sm90_attention");
+    shape.batch = 1024;
+    EXPECT_EQ(kind_of(with_scales(over_codes(shape))), "expand_codes");
+    shape = Shape{64, 4096};
 
     // Where more sequences could be so long than the workspace has room for, only longer ones are converted.
     shape.keys = 8192;

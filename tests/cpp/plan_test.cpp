@@ -19,6 +19,15 @@ std::string decode_plan(const PagedAttentionArgs& args) {
     return field(text, "policy") + " " + field(text, "items") + " " + field(text, "num_splits");
 }
 
+// Why an H200 does not run a kernel.
+template <class Args>
+std::string why_not(const Args& args, const std::string& kernel) {
+    for (const auto& [name, reason] : explain(args, "h200").why_not) {
+        if (name == kernel) return reason;
+    }
+    return "it serves";
+}
+
 TEST(Plan, DecodeOfOneSequence) {
     EXPECT_EQ(decode_plan(paged({1, 128})), "even short 1");
     EXPECT_EQ(decode_plan(paged({1, 4096})), "even long 6");  // three SMs in seven
@@ -36,6 +45,14 @@ TEST(Plan, DecodeOfFewSequences) {
     EXPECT_EQ(decode_plan(paged({8, 2000})), "by_length long 9");
     EXPECT_EQ(decode_plan(paged({8, 4096})), "sized short 4");       // splits enough for all SMs
     EXPECT_EQ(decode_plan(paged({8, 131072})), "by_length long 9");  // more of them than 16 an SM
+    Shape longest{4, (1 << 28) - 4096};
+    longest.page_size = 4096;
+    for (const char* plan : {"by_length long 13", "stream_k"}) {
+        PagedAttentionArgs args = paged(longest);
+        args.k_pages.shape[0] = args.v_pages.shape[0] = 1000;
+        EXPECT_EQ(decode_plan(args), plan);
+        longest.keys += 4096;  // more than CTAs by length count
+    }
     PagedAttentionArgs behind_prefix = paged({4, 20000});
     behind_prefix.shared_prefix_len = 4096;
     const auto plan = cuda::make_shared_prefix_plan(checked(behind_prefix), *cuda::find_gpu("h200"));
@@ -87,6 +104,8 @@ TEST(Plan, TheRestOfAPackedBatchIsNotSplit) {
         EXPECT_EQ(num_splits(cuda::plan_kernel(checked(args), gpu)), 3);
         EXPECT_EQ(num_splits(cuda::plan_rest(checked(args), gpu)), 1);
     }
+    const AttentionParams unpacked = checked(paged({1, 8192}));
+    EXPECT_GT(num_splits(cuda::plan_rest(unpacked, gpu)), 1);
 }
 
 // As many blocks as are chosen, in fixed splits; what the kernel does not serve, no other one does.
@@ -111,6 +130,7 @@ TEST(Plan, DecodeOfChosenPages) {
     EXPECT_THROW(explain(chosen(rows, 9), "h200"), ValueError);  // 20 rows a KV head
     rows.queries = 4;
     EXPECT_EQ(decode_plan(chosen(rows, 9)), "fixed short 1");
+    EXPECT_EQ(field(explain(chosen(rows, 9), "h200"), "length_first"), "true") << "of each list";
     Shape one_query = rows;  // of a sequence alone, whose bits are to be the same
     one_query.batch = one_query.total_q = 1;
     EXPECT_EQ(explain(chosen(one_query, 9), "h200").kernel, explain(chosen(rows, 9), "h200").kernel);
@@ -154,6 +174,73 @@ TEST(Plan, DecodeWithMasks) {
     EXPECT_EQ(decode_plan(args), "even long 6");
 }
 
+// What the kernel has no instance, or no room, for.
+TEST(Plan, DecodeWithOptionsThatItDoesNotServe) {
+    Shape drafts{4, 4096};
+    drafts.queries = 2;
+    PagedAttentionArgs args = paged(drafts);
+    EXPECT_EQ(kind_of(args), "split_kv_decode");
+    args.attention_chunk = 100;
+    for (const char* kernel : {"split_kv_decode", "stream_k_decode"}) {
+        EXPECT_EQ(why_not(args, kernel),
+                  "with attention_chunk it takes one query of each sequence, and these may have 2");
+    }
+    args = paged(drafts);
+    args.tree_mask = Arrays().make(DType::int64, {8});
+    EXPECT_EQ(kind_of(args), "split_kv_decode");
+    args.softmax_phi_array = Arrays().make(DType::float32, {32});
+    for (const char* kernel : {"split_kv_decode", "stream_k_decode"}) {
+        EXPECT_EQ(why_not(args, kernel),
+                  "it keeps the words of a tree mask where softmax_phi of each head would be");
+    }
+    const Gpu& gpu = *cuda::find_gpu("h200");
+    std::string reason;
+    EXPECT_TRUE(cuda::plan_split_kv(checked(paged({1, 16, 1 << 16, 1})), gpu));
+    EXPECT_FALSE(cuda::plan_split_kv(checked(paged({1, 16, (1 << 16) + 1, 1})), gpu, &reason));
+    EXPECT_NE(reason.find(" keys of 65537 heads"), std::string::npos) << reason;
+    EXPECT_EQ(message_of<ValueError>([] { explain(paged({1, 16, 1 << 16, 1}), "a100"); }),
+              "paged_attention: num_kv_heads (65536) must be at most 65535 on CUDA");
+}
+
+// Offsets are counted in 16 bytes, in 32 bits without a sign.
+TEST(Plan, DecodeOfArraysOfMoreThan64GB) {
+    const std::string beyond = "its offsets reach the 64 GB behind an array's first element";
+    auto expect_beyond = [&](const PagedAttentionArgs& args) {
+        for (const char* kernel : {"split_kv_decode", "stream_k_decode"})
+            EXPECT_EQ(why_not(args, kernel).substr(0, beyond.size()), beyond);
+    };
+    Shape shape{4, 2048};
+    for (int64_t queries : {1, 2}) {
+        shape.queries = queries;
+        const PagedAttentionArgs call = paged(shape);
+        EXPECT_EQ(kind_of(call), "split_kv_decode");
+        PagedAttentionArgs args = call;
+        args.q.strides[0] = int64_t{1} << 34;
+        expect_beyond(args);
+        for (TensorView PagedAttentionArgs::* pages :
+             {&PagedAttentionArgs::k_pages, &PagedAttentionArgs::v_pages}) {
+            args = call;
+            (args.*pages).strides[0] = int64_t{1} << 27;
+            expect_beyond(args);
+            (args.*pages).strides[0] = -(call.*pages).strides[0];
+            expect_beyond(args);
+        }
+    }
+}
+
+// Sized splits serve a part of a batch, of which CTAs by length know nothing.
+TEST(Plan, DecodeOfAPartOfABatch) {
+    Shape shape{4, 20000};
+    shape.queries = 2;
+    const AttentionParams all = checked(paged(shape));
+    const auto policy = [](const AttentionParams& p) {
+        const auto plan = cuda::plan_decode_at_once(p, *cuda::find_gpu("h200"));
+        return std::get<cuda::SplitKvPlan>(plan.value()).policy;
+    };
+    EXPECT_EQ(policy(all), cuda::SplitPolicy::by_length);
+    EXPECT_EQ(policy(cuda::with_queries(all, 1, 2)), cuda::SplitPolicy::sized);
+}
+
 TEST(Plan, BatchInvariantDecode) {
     PagedAttentionArgs args = paged({64, 4096});
     args.batch_invariant = true;
@@ -172,6 +259,10 @@ TEST(Plan, BatchInvariantDecode) {
     EXPECT_EQ(decode_plan(args), "fixed long 1");
     args.prefix_lens = Arrays().make(DType::int32, {1});
     EXPECT_EQ(decode_plan(args), "fixed long 16");
+    args = paged({64, 4096, 8, 32});  // more rows than it takes
+    EXPECT_EQ(kind_of(args), "sm90_attention");
+    args.batch_invariant = true;
+    EXPECT_EQ(kind_of(args), "sm80_attention") << "whether rows can be copied depends on the batch's stride";
 }
 
 TEST(Plan, ManyQueries) {
@@ -226,6 +317,13 @@ TEST(Plan, SmallPagesOf64GB) {
     EXPECT_EQ(kind_of(args), "sm90_attention");
     args.k_pages.shape[0] = args.v_pages.shape[0] = kLast + 1;
     EXPECT_EQ(kind_of(args), "sm80_attention");
+    for (TensorView PagedAttentionArgs::* pages :
+         {&PagedAttentionArgs::k_pages, &PagedAttentionArgs::v_pages}) {
+        args.k_pages.shape[0] = args.v_pages.shape[0] = kLast;
+        (args.*pages).strides[0] *= 2;
+        EXPECT_EQ(kind_of(args), "sm80_attention");
+        (args.*pages).strides[0] /= 2;
+    }
 }
 
 TEST(Plan, ManyQueriesOfWideHeads) {
@@ -278,6 +376,98 @@ TEST(Plan, StridesAndAddresses) {
     few = paged({64, 2048});  // a head-major cache
     few.k_pages.strides = few.v_pages.strides = {8 * 16 * 128, 128, 16 * 128, 1};
     EXPECT_EQ(kind_of(few), "split_kv_decode");
+}
+
+// Each stride counts: rows of one axis may start on 16 bytes where those of another do not.
+TEST(Plan, RowsThatDoNotStartOn16Bytes) {
+    auto with_room = [](TensorView& array, int axis) {
+        for (int outer = 0; outer < array.ndim - 1; ++outer) array.strides[outer] <<= array.ndim - 1 - outer;
+        if (axis >= 0) array.strides[axis] += 4;
+    };
+    Shape shape{4, 2048};
+    shape.queries = 2048;
+    constexpr std::pair<TensorView AttentionArgs::*, const char*> kArrays[] = {
+        {&AttentionArgs::q, "q_aligned"},
+        {&AttentionArgs::k, "k_aligned"},
+        {&AttentionArgs::v, "v_aligned"},
+        {&AttentionArgs::out, "out_aligned"}};
+    for (const auto& [array, name] : kArrays) {
+        for (int axis : {-1, 0, 1, 2}) {
+            AttentionArgs args = dense(shape);
+            with_room(args.*array, axis);
+            EXPECT_EQ(kind_of(args), axis < 0 ? "sm90_attention" : "sm80_attention") << name << ", " << axis;
+            for (const auto& [other, other_name] : kArrays) {
+                EXPECT_EQ(field(explain(args, "a100"), other_name),
+                          other == array && axis >= 0 ? "false" : "true")
+                    << name << ", " << axis;
+            }
+        }
+    }
+    for (TensorView PagedAttentionArgs::* array : {&PagedAttentionArgs::q, &PagedAttentionArgs::k_pages,
+                                                   &PagedAttentionArgs::v_pages, &PagedAttentionArgs::out}) {
+        for (int axis = -1; axis < (paged(shape).*array).ndim - 1; ++axis) {
+            PagedAttentionArgs args = paged({64, 2048});
+            if (axis >= (args.*array).ndim - 1) break;
+            with_room(args.*array, axis);
+            EXPECT_EQ(kind_of(args), axis < 0 ? "split_kv_decode" : "sm80_attention") << axis;
+        }
+    }
+}
+
+// The copy engine takes strides of less than 1 TB, and is shown as many tokens below an array as a sequence
+// may have.
+TEST(Plan, WhatTheCopyEngineTakes) {
+    Shape shape{4, 2048};
+    shape.queries = 2048;
+    for (TensorView AttentionArgs::* array :
+         {&AttentionArgs::q, &AttentionArgs::k, &AttentionArgs::v, &AttentionArgs::out}) {
+        AttentionArgs args = dense(shape);
+        (args.*array).strides[0] = (int64_t{1} << 39) - 8;
+        EXPECT_EQ(kind_of(args), "sm90_attention");
+        (args.*array).strides[0] += 8;
+        EXPECT_EQ(kind_of(args), "sm80_attention");
+        args = dense(shape);
+        const int64_t below = 2048 * (args.*array).strides[1] * 2;
+        (args.*array).data = reinterpret_cast<void*>(below + 16);
+        EXPECT_EQ(kind_of(args), "sm90_attention");
+        (args.*array).data = reinterpret_cast<void*>(below);
+        EXPECT_EQ(kind_of(args), "sm80_attention");
+        EXPECT_NE(why_not(args, "sm90_attention").find("is shown 2048 tokens below the first of"),
+                  std::string::npos);
+    }
+    // A bound above the number of all queries says nothing.
+    shape = {4, 2048};
+    shape.queries = 64;
+    PagedAttentionArgs bounded = paged(shape);
+    bounded.batch_invariant = true;
+    bounded.max_seqlen_q = 1 << 20;
+    bounded.q.data = bounded.out.data = reinterpret_cast<void*>(uintptr_t{1} << 30);
+    EXPECT_EQ(kind_of(bounded), "sm90_attention");
+    for (double scale : {0.0, -0.1}) {
+        for (int64_t head_dim : {128, 512}) {
+            shape.head_dim = head_dim;
+            AttentionArgs args = dense(shape);
+            args.softmax_scale = scale;
+            EXPECT_EQ(kind_of(args), "sm80_attention") << "Hopper's kernels scale what they have masked";
+        }
+    }
+}
+
+// What Hopper's kernel cannot count, no launch takes.
+TEST(Plan, MoreRowTilesThanALaunchTakes) {
+    Shape shape{2, 64, 32, 1};
+    shape.queries = 64;
+    AttentionParams p = checked(dense(shape));
+    p.batch = 1 << 12;
+    p.seqlen_q = 1 << 20;
+    const Gpu& gpu = *cuda::find_gpu("h200");
+    std::string why_not;
+    EXPECT_TRUE(cuda::plan_sm90_attention(p, gpu, &why_not)) << why_not;
+    p.batch <<= 9;
+    EXPECT_FALSE(cuda::plan_sm90_attention(p, gpu, &why_not));
+    EXPECT_EQ(why_not.find("it counts row tiles in 32 bits"), 0u) << why_not;
+    const std::string message = message_of<ValueError>([&] { cuda::plan_kernel(p, gpu); });
+    EXPECT_NE(message.find("one launch takes at most"), std::string::npos) << message;
 }
 
 TEST(Plan, OptionsThatNameAKernel) {
@@ -388,12 +578,6 @@ TEST(Plan, BidirectionalRanges) {
         EXPECT_EQ(kind_of(args), kernel);
         EXPECT_EQ(field(explain(args, "h200"), "feature"), feature);
     };
-    auto why_not = [](const auto& args, const char* kernel) {
-        for (const auto& [name, reason] : explain(args, "h200").why_not) {
-            if (name == kernel) return reason;
-        }
-        return std::string("it serves");
-    };
     expect("sm90_attention", "ranges");
     args.sinks = Arrays().make(DType::float32, {32});
     args.softcap = 20.0;
@@ -494,6 +678,17 @@ TEST(Plan, SharedPrefix) {
     EXPECT_TRUE(std::holds_alternative<cuda::SplitKvPlan>(many_rows.behind_prefix));
     EXPECT_EQ(many_rows.num_runs, 8);
     EXPECT_TRUE(many_rows.overlaps);
+    // Results over the runs, and those that are computed beside them; and the LSE of both.
+    EXPECT_EQ(many_rows.out_bytes, (8 + 1) * 64 * 32 * 128 * 2);
+    EXPECT_EQ(many_rows.lse_bytes, (8 + 1) * 64 * 32 * 4);
+    Shape wide_values{64, 8192};
+    wide_values.value_dim = 256;
+    const cuda::SharedPrefixPlan apart = plan_with_prefix(wide_values);
+    EXPECT_FALSE(apart.overlaps);
+    EXPECT_EQ(apart.out_bytes, int64_t{apart.num_runs} * 64 * 32 * 256 * 2);
+    EXPECT_EQ(apart.lse_bytes, int64_t{apart.num_runs + 1} * 64 * 32 * 4);
+    EXPECT_TRUE(std::holds_alternative<cuda::StreamKPlan>(plan_with_prefix({2, 8192}).over_prefix))
+        << "a run has no length on the device, which split_kv_decode would read";
     EXPECT_FALSE(plan_with_prefix({2000, 8192}).overlaps) << "behind it there are several launches";
     EXPECT_FALSE(plan_with_prefix({64, 8192, 8, 4, 64}).overlaps) << "there is no kernel of that head dim";
     EXPECT_FALSE(plan_with_prefix({4, 5120}).overlaps) << "behind it are long items, which leave no room";

@@ -45,6 +45,9 @@ std::vector<KernelPlan> launches_of(const AttentionParams& params, const Gpu& gp
         EXPECT_EQ(shared->num_runs, (params.shared_prefix_len - 1) / shared->run_len + 1);
         EXPECT_EQ(shared->run_len % params.page_size, 0);
         EXPECT_LE(shared->num_runs, cuda::kMaxPrefixRuns);
+        const int64_t rows = params.total_q * params.num_q_heads;
+        EXPECT_EQ(shared->out_bytes, (shared->num_runs + shared->overlaps) * rows * params.head_dim_v * 2);
+        EXPECT_EQ(shared->lse_bytes, (shared->num_runs + 1) * rows * 4);
         if (shared->overlaps) {
             EXPECT_TRUE(std::holds_alternative<cuda::SplitKvPlan>(shared->behind_prefix));
             EXPECT_EQ(cuda::num_sequences(shared->behind_prefix), params.batch) << "in one launch";

@@ -6,6 +6,7 @@
 #include "plan_testing.h"
 
 #include <algorithm>
+#include <tuple>
 #include <variant>
 
 namespace octavo {
@@ -59,6 +60,7 @@ inline void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& c
     const int64_t blocks = (int64_t{p.seqlen_k} + block_keys - 1) / block_keys, warps = plan.threads / 32;
     EXPECT_LE(rows, plan.tiles().rows());
     EXPECT_FALSE(p.alibi_symmetric || p.ranges);
+    EXPECT_TRUE(p.attention_chunk.divisor == 0 || p.seqlen_q <= 1) << "other queries may see other chunks";
     if (cuda::is_plain(p)) {
         EXPECT_FALSE(p.attention_chunk.divisor > 0 || p.has_head_numbers || p.softmax_phi_of_heads ||
                      p.tree_mask)
@@ -131,6 +133,7 @@ inline void expect_sound(const cuda::SplitKvPlan& plan, const AttentionParams& c
 inline void expect_sound_alone(const cuda::StreamKPlan& plan, const AttentionParams& call, const Gpu& gpu) {
     const AttentionParams p = in_parts(plan, call);
     EXPECT_FALSE(p.batch_invariant || p.alibi_symmetric || p.ranges);
+    EXPECT_TRUE(p.attention_chunk.divisor == 0 || p.seqlen_q <= 1) << "other queries may see other chunks";
     expect_holds(plan, p);
     EXPECT_EQ(plan.num_ctas, std::min(gpu.num_sms, cuda::kMaxDecodeCtas));
     EXPECT_EQ(plan.partial_words, p.seqlen_q * p.group_size() * partial_row(plan.tiles(), plan.threads));
@@ -166,6 +169,8 @@ inline void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, c
     } else if (plan.codes == cuda::Codes::none) {
         EXPECT_EQ(plan.tiles().keys % plan.box_keys, 0);
         EXPECT_TRUE(!p.paged() || plan.box_keys % 8 == 0) << "the copy engine brings eight keys at least";
+        EXPECT_TRUE(p.paged() || plan.box_keys * plan.tiles().ctas == plan.tiles().keys)
+            << "the CTAs of a pair bring their shares of a tile";
     }
     EXPECT_GE(plan.order.first_section, 1);
     EXPECT_LE(plan.order.first_section, plan.order.section);
@@ -187,6 +192,8 @@ inline void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, c
     EXPECT_EQ(p.has_tree_mask, plan.feature == cuda::Sm90Feature::tree);
     if (plan.codes != cuda::Codes::none) {
         EXPECT_EQ(p.head_dim, p.head_dim_v) << "its tiles are of one head dim";
+        EXPECT_EQ(p.head_dim * cuda::bits_of(p.k_dtype) % 128, 0) << "it loads 16 bytes of codes at a time";
+        EXPECT_EQ(p.head_dim * cuda::bits_of(p.v_dtype) % 128, 0) << "it loads 16 bytes of codes at a time";
     } else if (p.has_tree_mask || p.ranges) {
         const cuda::Sm90Tiles& tiles = plan.tiles();
         EXPECT_TRUE(cuda::is_first_row(tiles.head_dim, tiles.value_dim, tiles.warpgroups, tiles.ctas))
@@ -200,8 +207,6 @@ inline void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, c
         EXPECT_EQ(p.most_queries, 0) << "the pages of a part of the batch say nothing";
         EXPECT_FALSE(p.batch_invariant) << "what a sequence is cut into depends on the others";
         EXPECT_GE(plan.split_blocks, 1);
-        EXPECT_GT(plan.num_counters, std::min<int64_t>(plan.num_row_tiles * cuda::kMaxSm90Splits,
-                                                       cuda::kMostSm90SplitsACta * plan.num_ctas));
     }
     if (p.ranges) {
         EXPECT_EQ(plan.feature,
@@ -214,6 +219,16 @@ inline void expect_sound(const cuda::Sm90Plan& plan, const AttentionParams& p, c
         return;
     }
     EXPECT_TRUE(p.paged() && !p.batch_invariant) << "only there may bits depend on the batch";
+    // Whether splits are cut by length or not, each has room for its results: 64 rows and the softmax states
+    // of these, and a counter, for each warpgroup that has some. One more counter hands out the work.
+    const int64_t by_length = plan.by_length ? std::min<int64_t>(plan.num_row_tiles * cuda::kMaxSm90Splits,
+                                                                 cuda::kMostSm90SplitsACta * plan.num_ctas)
+                                             : 0;
+    const int64_t even = plan.num_splits > 0 ? (plan.num_row_tiles - plan.num_whole) * plan.num_splits : 0;
+    const int64_t partials = std::max(by_length, even) * plan.split_blocks;
+    EXPECT_GE(plan.partial_bytes, partials * 64 * (plan.tiles().value_dim + 2) * 4);
+    EXPECT_GE(plan.num_counters, 1 + partials);
+    EXPECT_LE(plan.num_splits, cuda::kMaxEvenSm90Splits);
     if (plan.num_splits == 0) return;
     EXPECT_EQ(plan.num_whole % gpu.num_sms, 0);
     EXPECT_LE((plan.num_row_tiles - plan.num_whole) * plan.num_splits, 4 * gpu.num_sms);
@@ -231,6 +246,7 @@ inline void expect_sound(const cuda::Sm90WidePlan& plan, const AttentionParams& 
     EXPECT_LE(plan.num_ctas, gpu.num_sms);
     EXPECT_EQ(plan.num_ctas % Config::kCtas, 0);
     EXPECT_EQ(Config::kKeys % plan.box_keys, 0);
+    EXPECT_EQ(plan.box_keys % 8, 0) << "the copy engine brings eight keys at least";
     const cuda::Sm90Order& order = plan.order;
     EXPECT_GE(order.first_section, 1);
     EXPECT_EQ((order.num_units - order.first_section) % order.section, 0);
@@ -256,10 +272,25 @@ inline void expect_sound(const cuda::ExpandedPlan& plan, const AttentionParams& 
     EXPECT_LT(plan.room, p.seqlen_k + plan.attention.tiles().keys);
     EXPECT_EQ(plan.attention.box_keys, plan.attention.tiles().keys) << "a copy for a tile";
     EXPECT_LE(plan.workspace_bytes(), cuda::kMaxExpandedBytes + (int64_t{128} << 20)) << "tiles rounded up";
-    AttentionParams over_numbers = cuda::over_expanded(p, plan.num_slots, plan.room, cuda::kSomeWorkspace);
+    AttentionParams written = p;
+    written.static_past = true;
+    AttentionParams over_numbers =
+        cuda::over_expanded(written, plan.num_slots, plan.room, cuda::kSomeWorkspace);
+    EXPECT_FALSE(over_numbers.static_past) << "the launch in front writes what it reads";
+    EXPECT_FALSE(over_numbers.k_scales.data || over_numbers.v_scales.data);
     EXPECT_EQ(over_numbers.page_table.data - static_cast<const int32_t*>(cuda::kSomeWorkspace),
               2 * plan.tensor_bytes / 4);
     EXPECT_GE(plan.tensor_bytes, 2 * int64_t{plan.num_slots} * plan.room * p.num_kv_heads * p.head_dim);
+    EXPECT_EQ(plan.table_bytes, 4 * int64_t{plan.num_sequences}) << "each has a slot, or says it has none";
+    EXPECT_EQ(over_numbers.num_pages, plan.num_slots);
+    for (const auto& [page, token, head] :
+         {std::tuple(over_numbers.k_outer_stride, over_numbers.k_token_stride, over_numbers.k_head_stride),
+          {over_numbers.v_outer_stride, over_numbers.v_token_stride, over_numbers.v_head_stride}}) {
+        EXPECT_EQ(token, p.head_dim);
+        EXPECT_GE(head, plan.room * token) << "heads would overlap";
+        EXPECT_GE(page, p.num_kv_heads * head) << "slots would overlap";
+        EXPECT_LE(2 * plan.num_slots * page, plan.tensor_bytes);
+    }
     EXPECT_EQ(plan.attention.codes, cuda::Codes::none);
     over_numbers.batch = plan.num_slots;
     over_numbers.total_q = std::min(p.total_q, int64_t{plan.num_slots} * p.seqlen_q);
@@ -322,8 +353,10 @@ inline void expect_sound(const cuda::DividedPlan& plan, const AttentionParams& p
     EXPECT_LE(plan.workspace_bytes(), cuda::kMaxDividedBytes);
     AttentionParams served = p;
     served.batch = plan.num_sequences;
+    served.static_past = true;
     const AttentionParams parts =
         cuda::over_parts(served, plan.parts, plan.part_queries, cuda::kSomeWorkspace);
+    EXPECT_FALSE(parts.static_past) << "the launch in front writes what it reads";
     EXPECT_GE(parts.page_table_stride * p.page_size, p.seqlen_k);
     EXPECT_LT((parts.page_table_stride - 1) * p.page_size, p.seqlen_k) << "a column that no key is in";
     const int32_t* const end = parts.page_table.data + parts.batch * parts.page_table_stride;
@@ -343,7 +376,8 @@ inline void expect_sound(const cuda::Sm80Plan& plan, const AttentionParams& p, c
     EXPECT_GE(int64_t{plan.num_row_tiles} * plan.tiles().rows(), p.total_q * p.group_size())
         << "some queries have no row tile";
     EXPECT_GE(gpu.shared_bytes_per_block, static_cast<int64_t>(cuda::sm80_shared_bytes(plan.tiles().stages)));
-    EXPECT_EQ(plan.workspace_bytes() > 0, plan.num_splits > 1);
+    const int64_t rows = p.total_q * p.num_q_heads, splits = plan.num_splits > 1 ? plan.num_splits : 0;
+    EXPECT_EQ(plan.workspace_bytes(), splits * rows * (p.head_dim_v + 1) * 4) << "results and their LSE";
     if (p.num_splits > 0) {
         EXPECT_EQ(plan.num_splits, p.num_splits);
     } else {
