@@ -1,6 +1,7 @@
 // Which kernels compute gradients, without a GPU.
 #include "cuda/attention_backward/plan.h"
 #include "cuda/attention_backward/tile_order.h"
+#include "cuda/attention_backward/workspace_rows.h"
 #include "cuda/sm90_backward/turns.h"
 #include "plan_testing.h"
 
@@ -9,6 +10,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -196,6 +198,13 @@ TEST(BackwardPlan, GroupsAreDividedWhereTilesAreFew) {
             EXPECT_NE(text.summary.find("; add_group_parts_kernel"), std::string::npos);
         }
     }
+    for (TensorView AttentionBackwardArgs::* gradient :
+         {&AttentionBackwardArgs::dk, &AttentionBackwardArgs::dv}) {
+        AttentionBackwardArgs args = backward_of(dense(shape));
+        (args.*gradient).data = static_cast<char*>((args.*gradient).data) + 2;
+        EXPECT_EQ(field(explain(args, "a100"), "group_parts"), "1")
+            << "parts are added up 16 bytes at a time";
+    }
     shape.batch = 64;
     EXPECT_EQ(field(explain(backward_of(dense(shape)), "h100"), "group_parts"), "1");
     shape.batch = 1;
@@ -367,6 +376,13 @@ TEST(BackwardPlan, TheOthersSayWhy) {
     args = plain;
     args.dv.data = static_cast<char*>(args.dv.data) + 2;
     expect(args, "h100", "the rows of dv");
+    for (int axis : {0, 1, 2}) {
+        args = plain;
+        for (int outer = 0; outer < 3; ++outer) args.out.strides[outer] <<= 3 - outer;
+        EXPECT_EQ(kind_of(explain(args, "h100")), "sm90_backward");
+        args.out.strides[axis] += 4;
+        expect(args, "h100", "rows of out do not start on 16 bytes");
+    }
 }
 
 TEST(BackwardPlan, HopperHasInstancesOfEachFeature) {
@@ -438,6 +454,124 @@ TEST(BackwardPlan, SumsOfQueryGradients) {
     args.dalibi_slopes = arrays.make(DType::float32, {32});
     args.dalibi_slopes->data = reinterpret_cast<void*>(uintptr_t{1} << 55);  // not among the other results
     EXPECT_EQ(sums(args), "false");
+}
+
+// Two statistics of each query and head, dQ's sums, and what parts of groups, gradients of slopes and of
+// sinks take; pieces begin at multiples of 256 bytes.
+TEST(BackwardPlan, WorkspaceHoldsAllPieces) {
+    Shape shape = shape_of(128);
+    shape.num_kv_heads = 2;
+    shape.group_size = 6;
+    for (const AttentionArgs& call : {dense(shape), packed(shape)}) {
+        AttentionBackwardArgs args = backward_of(call);
+        args.sinks = args.alibi_slopes = Arrays().make(DType::float32, {12});
+        const AttentionBackwardParams p = check_attention_backward(args);
+        AttentionBackwardParams gradients = p;
+        float number;  // of which nothing is read
+        gradients.dsinks = gradients.dalibi_slopes = &number;
+        const int64_t queries = 2 * 1000 * 12, keys = 2 * 1000 * 2;
+        for (const char* name : {"a100", "h100"}) {
+            const Gpu& gpu = *cuda::find_gpu(name);
+            const cuda::Sm80BackwardPlan plan = cuda::plan_sm80_backward(p, gpu);
+            EXPECT_EQ(plan.statistics_bytes, (2 * queries * 4 + 255) / 256 * 256);
+            EXPECT_GT(plan.group_parts, 1);
+            EXPECT_EQ(plan.part_bytes, (plan.group_parts * keys * 2 * 128 * 2 + 255) / 256 * 256);
+            EXPECT_EQ(plan.slope_bytes + plan.sink_bytes, 0);
+            EXPECT_TRUE(plan.sums_dq);
+            EXPECT_EQ(plan.workspace_bytes(),
+                      plan.statistics_bytes + plan.part_bytes + plan.num_rows * 12 * 128 * 4);
+            const cuda::Sm80BackwardPlan with = cuda::plan_sm80_backward(gradients, gpu);
+            EXPECT_FALSE(with.sums_dq);
+            EXPECT_EQ(with.sink_bytes, queries * 4);
+            EXPECT_EQ(with.slope_bytes, 12 * 2 * with.query_tiles * 4);
+            EXPECT_EQ(with.workspace_bytes(),
+                      with.statistics_bytes + with.part_bytes + with.slope_bytes + with.sink_bytes);
+        }
+        const auto hopper = cuda::plan_sm90_backward(gradients, *cuda::find_gpu("h100"));
+        ASSERT_TRUE(hopper);
+        EXPECT_GT(hopper->group_parts, 1);
+        EXPECT_EQ(hopper->part_bytes, hopper->group_parts * keys * 2 * 128 * 2);
+        EXPECT_EQ(hopper->sink_bytes, 12 * hopper->num_rows * 4) << "rows without a query have a term, too";
+    }
+    shape.num_kv_heads = 12;
+    shape.group_size = 1;
+    EXPECT_EQ(
+        cuda::plan_sm80_backward(check_attention_backward(backward_of(dense(shape))), *cuda::find_gpu("a100"))
+            .part_bytes,
+        0);
+}
+
+// Whatever the lengths are, there are as many tiles as packed sequences have, and each query has a row.
+TEST(BackwardPlan, PackedSequencesHaveTilesAndRowsEnough) {
+    std::mt19937 random(1);
+    for (int i = 0; i < 300; ++i) {
+        const auto batch = static_cast<int32_t>(1 + random() % 5);
+        std::vector<int32_t> offsets{0};
+        int32_t longest = 1;
+        for (int32_t b = 0; b < batch; ++b) {
+            const auto length = static_cast<int32_t>(random() % (random() % 2 ? 5 : 600));
+            longest = std::max(longest, length);
+            offsets.push_back(offsets.back() + length);
+        }
+        const int32_t total = offsets.back();
+        if (total < 2) continue;  // an axis of length 1 has no stride that the copy engine could use
+        Shape shape{batch, longest, 4, 1, 8 * static_cast<int64_t>(1 + random() % 32)};
+        shape.queries = longest;
+        shape.total_q = total;
+        AttentionArgs call = packed(shape);
+        call.k.shape[0] = call.v.shape[0] = total;
+        AttentionBackwardArgs args = backward_of(call);
+        args.deterministic = random() % 2;
+        const AttentionBackwardParams p = check_attention_backward(args);
+        auto tiles_of = [&](int32_t rows) {
+            int32_t count = 0;
+            for (int32_t b = 0; b < batch; ++b) count += (offsets[b + 1] - offsets[b] + rows - 1) / rows;
+            return count;
+        };
+        auto rows_of = [&](auto queries, const auto& plan) {
+            constexpr int32_t kQueries = decltype(queries)::value;
+            const int32_t first =
+                cuda::first_workspace_row<kQueries>(plan, IndexArray{offsets.data()}, batch - 1);
+            return first + (total - offsets[batch - 1] + kQueries - 1) / kQueries * kQueries;
+        };
+        auto expect_rows = [&](int32_t queries, const auto& plan) {
+            int32_t rows = 0;
+            switch (queries) {
+                case 32: rows = rows_of(std::integral_constant<int32_t, 32>(), plan); break;
+                case 64: rows = rows_of(std::integral_constant<int32_t, 64>(), plan); break;
+                case 128: rows = rows_of(std::integral_constant<int32_t, 128>(), plan); break;
+                default: ADD_FAILURE() << "tiles of " << queries << " queries";
+            }
+            EXPECT_GE(plan.num_rows, rows);
+        };
+        for (const char* name : {"a100", "sm_86"}) {
+            const cuda::Sm80BackwardPlan plan = cuda::plan_sm80_backward(p, *cuda::find_gpu(name));
+            EXPECT_GE(plan.num_key_tiles, tiles_of(plan.tiles().keys.rows()));
+            EXPECT_GE(plan.num_query_tiles, tiles_of(plan.tiles().queries.rows()));
+            if (plan.sums_dq) expect_rows(plan.tiles().keys.columns, plan);
+        }
+        std::string why_not;
+        const auto hopper = cuda::plan_sm90_backward(p, *cuda::find_gpu("h100"), &why_not);
+        ASSERT_TRUE(hopper) << why_not;
+        EXPECT_GE(hopper->num_key_tiles, tiles_of(hopper->tiles().cluster_keys()));
+        expect_rows(hopper->tiles().queries, *hopper);
+    }
+}
+
+// Instances with dropout serve chunks, too. Rows of sums are counted in 32 bits.
+TEST(BackwardPlan, WhatTheKernelsForAllGpusDoWithout) {
+    AttentionBackwardArgs args = backward_of(dense(shape_of(128)));
+    args.causal = true;
+    EXPECT_EQ(field(explain(args, "a100"), "has_dropout"), "false");
+    args.attention_chunk = 100;
+    EXPECT_EQ(field(explain(args, "a100"), "has_dropout"), "true");
+    AttentionBackwardParams p = check_attention_backward(backward_of(dense(shape_of(128))));
+    p.seqlen_q = 1 << 18;
+    for (const auto& [batch, sums] : {std::pair(1 << 12, true), {1 << 13, false}}) {
+        p.batch = batch;
+        p.total_q = int64_t{batch} * p.seqlen_q;
+        EXPECT_EQ(cuda::plan_sm80_backward(p, *cuda::find_gpu("a100")).sums_dq, sums) << batch;
+    }
 }
 
 // Tiles of the last pairs of sequence and head are mixed only where some are longer than others. Of packed
