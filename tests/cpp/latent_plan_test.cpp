@@ -6,6 +6,7 @@
 #include <octavo/latent_attention.h>
 
 #include <optional>
+#include <utility>
 
 namespace octavo {
 namespace {
@@ -183,6 +184,67 @@ TEST(LatentPlan, ManyRowsAreScheduledWhereSplitsWouldLeaveSmsIdle) {
     args.kv_pages.shape[0] = 300;
     EXPECT_FALSE(is_scheduled(args)) << "too many runs would share a sequence";
     EXPECT_FALSE(is_scheduled(latent(1025, 20, 4096))) << "too many lengths for shared memory";
+}
+
+// What moves 16 bytes at a time needs rows that start on as many, and pairs of results 4 bytes.
+TEST(LatentPlan, RowsThatDoNotStartOn16Bytes) {
+    const auto strided = [](LatentAttentionArgs args, TensorView LatentAttentionArgs::* array, int axis,
+                            int64_t more) {
+        TensorView& view = args.*array;
+        for (int outer = 0; outer < view.ndim - 1; ++outer)
+            view.strides[outer] *= 2 * (view.ndim - 1 - outer);
+        view.strides[axis] += more;
+        return explain(args, "h200");
+    };
+    const LatentAttentionArgs call = latent(8, 128, 4096), few = latent(32, 16, 4096, true);
+    for (int axis : {0, 1}) {
+        Explanation text = strided(call, &LatentAttentionArgs::q, axis, 8);
+        EXPECT_EQ(kind_of(text), "sm90_latent_attention");
+        text = strided(call, &LatentAttentionArgs::q, axis, 4);
+        EXPECT_EQ(kind_of(text), "latent_attention");
+        EXPECT_EQ(field(text, "q_aligned"), "false");
+        EXPECT_EQ(field(text, "kv_aligned"), "true");
+        EXPECT_EQ(kind_of(strided(few, &LatentAttentionArgs::q, axis, 4)), "latent_attention");
+        text = strided(call, &LatentAttentionArgs::kv_pages, axis, 4);
+        EXPECT_EQ(kind_of(text), "latent_attention");
+        EXPECT_EQ(field(text, "kv_aligned"), "false");
+        EXPECT_EQ(field(text, "q_aligned"), "true");
+        EXPECT_EQ(kind_of(strided(few, &LatentAttentionArgs::kv_pages, axis, 8)), "latent_attention");
+        EXPECT_EQ(kind_of(strided(call, &LatentAttentionArgs::out, axis, 4)), "latent_attention");
+        EXPECT_EQ(kind_of(strided(few, &LatentAttentionArgs::out, axis, 2)), "latent_decode");
+        EXPECT_EQ(kind_of(strided(few, &LatentAttentionArgs::out, axis, 1)), "latent_attention");
+    }
+}
+
+// The copy engine takes positive strides of less than 2^39 elements; other pages are read key by key.
+TEST(LatentPlan, PagesThatTheCopyEngineCannotCopy) {
+    LatentAttentionParams call = check_latent_attention(latent(8, 128, 4096));
+    const auto gathers = [&](auto set) {
+        LatentAttentionParams p = call;
+        set(p);
+        const cuda::LatentPlan plan = cuda::plan_latent_attention(p, *cuda::find_gpu("h200"));
+        EXPECT_EQ(plan.kernel, cuda::LatentKernel::sm90_latent);
+        return plan.gathers;
+    };
+    constexpr int64_t kEnd = int64_t{1} << 39;
+    for (const auto& [stride, gathered] :
+         {std::pair{kEnd - 8, false}, {kEnd, true}, {0, true}, {-576, true}}) {
+        EXPECT_EQ(gathers([&](auto& p) { p.kv_page_stride = stride; }), gathered) << stride;
+        EXPECT_EQ(gathers([&](auto& p) { p.kv_slot_stride = stride; }), gathered) << stride;
+    }
+    call.num_pages = 1;
+    EXPECT_FALSE(gathers([](auto& p) { p.kv_page_stride = 0; }));
+}
+
+// Tiles of keys of a schedule, and rows of a launch, are counted in 32 bits.
+TEST(LatentPlan, MoreThan32BitsCount) {
+    const auto decodes = [](int64_t batch, int64_t keys) {
+        return kind_of(explain(latent(batch, 16, keys, true), "h200")) == "latent_decode";
+    };
+    EXPECT_TRUE(decodes(1024, int64_t{1} << 26));
+    EXPECT_FALSE(decodes(1024, int64_t{1} << 27)) << "tiles of 64 keys of all";
+    EXPECT_EQ(field(explain(latent((1 << 24) - 1, 128, 64), "h200"), "num_q_heads"), "128");
+    EXPECT_THROW(explain(latent(1 << 24, 128, 64), "h200"), ValueError) << "2^31 rows";
 }
 
 // Packed queries, of which a sequence may have fewer than the bound says.
