@@ -3,8 +3,10 @@
 
 #include <octavo/explain.h>
 
+#include <optional>
 #include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace octavo {
@@ -79,6 +81,12 @@ TEST(Explain, OtherOperators) {
     EXPECT_EQ(text.kernel, "append_rotary_kernel<bfloat16>");
     EXPECT_EQ(field(text, "num_ctas"), std::to_string(64 * 3));
     EXPECT_EQ(field(text, "in_chunks"), "true");
+    AppendKvArgs codes = append;
+    codes.k_pages.dtype = codes.v_pages.dtype = DType::int8;
+    codes.v_scale = 0.5f;
+    text = explain(codes, "a100");
+    EXPECT_EQ(text.kernel, "append_codes_kernel<bfloat16>");
+    EXPECT_EQ(field(text, "num_rows"), std::to_string(64 * (8 + 32))) << "those of queries, too";
     CopyPagesArgs copy;
     copy.k_pages = append.k_pages;
     copy.v_pages = append.v_pages;
@@ -94,6 +102,114 @@ TEST(Explain, OtherOperators) {
     text = explain(norm, "a100");
     EXPECT_EQ(text.kernel, "rms_norm_kernel<bfloat16, weight float32>");
     EXPECT_EQ(field(text, "num_ctas"), "64");
+}
+
+// Whether all rows of a call start on 16 bytes, and end there. `strided`: makes room between the rows of an
+// array, and moves those of one axis by half of that.
+template <class Args, class Array>
+Args strided(Args args, Array Args::* array, int axis) {
+    TensorView* view;
+    if constexpr (std::is_same_v<Array, TensorView>)
+        view = &(args.*array);
+    else
+        view = &(args.*array).value();
+    for (int outer = 0; outer < view->ndim - 1; ++outer) view->strides[outer] <<= view->ndim - 1 - outer;
+    view->strides[axis] += 4;
+    return args;
+}
+
+TEST(Explain, RowsThatMove16BytesAtATime) {
+    Arrays arrays;
+    auto in_chunks = [](const auto& args) { return field(explain(args, "a100"), "in_chunks"); };
+    AppendKvArgs append;
+    append.k = arrays.make(DType::bfloat16, {64, 8, 128});
+    append.v = arrays.make(DType::bfloat16, {64, 8, 64});
+    append.k_pages = arrays.make(DType::bfloat16, {100, 16, 8, 128});
+    append.v_pages = arrays.make(DType::bfloat16, {100, 16, 8, 64});
+    append.page_table = arrays.make(DType::int32, {64, 8});
+    append.seq_lens = arrays.make(DType::int32, {64});
+    AppendKvArgs rotary = append;
+    rotary.rotary_cos = arrays.make(DType::float32, {500, 64});
+    rotary.rotary_sin = arrays.make(DType::float32, {500, 64});
+    rotary.q = arrays.make(DType::bfloat16, {64, 32, 128});
+    rotary.q_out = arrays.make(DType::bfloat16, {64, 32, 128});
+    for (const AppendKvArgs& call : {append, rotary}) {
+        EXPECT_EQ(in_chunks(call), "true");
+        for (int axis : {0, 1}) {
+            EXPECT_EQ(in_chunks(strided(call, &AppendKvArgs::k, axis)), "false");
+            EXPECT_EQ(in_chunks(strided(call, &AppendKvArgs::v, axis)), "false");
+        }
+        for (int axis : {0, 1, 2}) {
+            EXPECT_EQ(in_chunks(strided(call, &AppendKvArgs::k_pages, axis)), "false");
+            EXPECT_EQ(in_chunks(strided(call, &AppendKvArgs::v_pages, axis)), "false");
+        }
+        AppendKvArgs short_rows = call;  // of values, which end amid 16 bytes
+        short_rows.v.shape[2] = short_rows.v_pages.shape[3] = 60;
+        EXPECT_EQ(in_chunks(short_rows), "false");
+        short_rows = call;
+        short_rows.k.shape[2] = short_rows.k_pages.shape[3] = 124;
+        if (call.q) short_rows.q->shape[2] = short_rows.q_out->shape[2] = 124;
+        if (call.q) short_rows.rotary_cos->shape[1] = short_rows.rotary_sin->shape[1] = 56;
+        EXPECT_EQ(in_chunks(short_rows), "false");
+    }
+    for (std::optional<float> AppendKvArgs::* scale : {&AppendKvArgs::k_scale, &AppendKvArgs::v_scale}) {
+        AppendKvArgs scaled = append;
+        scaled.*scale = 0.5f;
+        EXPECT_EQ(in_chunks(scaled), "false");
+    }
+    for (int axis : {0, 1}) {
+        EXPECT_EQ(in_chunks(strided(rotary, &AppendKvArgs::q, axis)), "false");
+        EXPECT_EQ(in_chunks(strided(rotary, &AppendKvArgs::q_out, axis)), "false");
+    }
+    for (std::optional<TensorView> AppendKvArgs::* table :
+         {&AppendKvArgs::rotary_cos, &AppendKvArgs::rotary_sin}) {
+        AppendKvArgs moved = strided(rotary, table, 0);
+        (moved.*table)->dtype = DType::float32;  // eight angles are 32 bytes
+        EXPECT_EQ(in_chunks(moved), "false");
+    }
+    AppendKvArgs halves = rotary;  // each with 12 numbers
+    halves.rotary_cos->shape[1] = halves.rotary_sin->shape[1] = 12;
+    EXPECT_EQ(in_chunks(halves), "false");
+
+    CopyPagesArgs copy;
+    copy.k_pages = append.k_pages;
+    copy.v_pages = append.v_pages;
+    copy.copies = arrays.make(DType::int32, {3, 2});
+    copy.to_k_pages = arrays.make(DType::bfloat16, {50, 16, 8, 128});
+    copy.to_v_pages = arrays.make(DType::bfloat16, {50, 16, 8, 64});
+    auto aligned = [](const CopyPagesArgs& args) {
+        const Explanation text = explain(args, "a100");
+        return field(text, "k_aligned") + " " + field(text, "v_aligned");
+    };
+    EXPECT_EQ(aligned(copy), "true true");
+    for (int axis : {0, 1, 2}) {
+        EXPECT_EQ(aligned(strided(copy, &CopyPagesArgs::k_pages, axis)), "false true");
+        EXPECT_EQ(aligned(strided(copy, &CopyPagesArgs::v_pages, axis)), "true false");
+        EXPECT_EQ(aligned(strided(copy, &CopyPagesArgs::to_k_pages, axis)), "false true");
+        EXPECT_EQ(aligned(strided(copy, &CopyPagesArgs::to_v_pages, axis)), "true false");
+    }
+    copy.v_pages.shape[3] = copy.to_v_pages->shape[3] = 60;
+    EXPECT_EQ(aligned(copy), "true false");
+
+    RmsNormArgs norm;
+    norm.x = arrays.make(DType::bfloat16, {2, 3, 64, 4096});
+    norm.weight = arrays.make(DType::float32, {4096});
+    norm.out = arrays.make(DType::bfloat16, {2, 3, 64, 4096});
+    norm.residual = arrays.make(DType::bfloat16, {2, 3, 64, 4096});
+    norm.residual_out = arrays.make(DType::bfloat16, {2, 3, 64, 4096});
+    EXPECT_EQ(in_chunks(norm), "true");
+    for (int axis : {0, 1, 2}) {
+        EXPECT_EQ(in_chunks(strided(norm, &RmsNormArgs::x, axis)), "false");
+        EXPECT_EQ(in_chunks(strided(norm, &RmsNormArgs::out, axis)), "false");
+        EXPECT_EQ(in_chunks(strided(norm, &RmsNormArgs::residual, axis)), "false");
+        EXPECT_EQ(in_chunks(strided(norm, &RmsNormArgs::residual_out, axis)), "false");
+    }
+    RmsNormArgs moved = norm;
+    moved.weight.data = static_cast<char*>(moved.weight.data) + 8;
+    EXPECT_EQ(in_chunks(moved), "false");
+    norm.weight.shape[0] = norm.x.shape[3] = norm.out.shape[3] = 4092;
+    norm.residual->shape[3] = norm.residual_out->shape[3] = 4092;
+    EXPECT_EQ(in_chunks(norm), "false");
 }
 
 TEST(Explain, Devices) {
