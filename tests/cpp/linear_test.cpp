@@ -1,4 +1,9 @@
 // linear() through the public C++ header, on the CPU, in float32. The Python tests cover the rest.
+#include "checks/checks.h"
+#include "cuda/gpu.h"
+#include "cuda/linear/output.h"
+#include "cuda/linear/plan.h"
+#include "cuda/linear/table.h"
 #include "host_arrays.h"
 
 #include <octavo/build_info.h>
@@ -9,6 +14,7 @@
 
 #include <cmath>
 #include <random>
+#include <tuple>
 #include <vector>
 
 namespace octavo {
@@ -124,6 +130,67 @@ TEST(LinearPlan, OfTheTableAndOfTheCall) {
     EXPECT_THROW(explain(args, "cpu"), ValueError);
     args.plan->dtype = DType::float16;
     EXPECT_THROW(explain(args, "h100"), ValueError);
+}
+
+// Choices are remembered as long as the tables are the same.
+TEST(LinearPlan, OfATunedTableAndOfTheOneAfterIt) {
+    const cuda::Gpu& gpu = *cuda::find_gpu("h100");
+    auto plan = [] { return linear_plan(8, 4096, 4096, DType::bfloat16, "h100"); };
+    const LinearPlan shipped = plan();
+    for (int32_t w_rows : {64, 96}) {
+        cuda::set_tuned_rows(gpu, DType::bfloat16,
+                             {{4096, 4096, 16, LinearKernel::sm90_wide, w_rows, 2, 1, false}});
+        EXPECT_EQ(plan().source, LinearPlanSource::tuned);
+        EXPECT_EQ(plan().w_rows, w_rows);
+    }
+    cuda::set_tuned_rows(gpu, DType::bfloat16, {});
+    EXPECT_EQ(plan(), shipped);
+    EXPECT_EQ(plan().source, LinearPlanSource::measured);
+}
+
+// Two neighbours move at once where rows begin on 4 bytes, and of a gate's bias the second half, too.
+TEST(LinearPlan, ResultsInPairs) {
+    auto in_pairs = [](LinearArgs args) {
+        uintptr_t address = 0;
+        for (TensorView* array : {&args.x, &args.w, &args.out, args.bias ? &*args.bias : nullptr,
+                                  args.residual ? &*args.residual : nullptr}) {
+            if (array) array->data = reinterpret_cast<char*>(address += uintptr_t{1} << 40);
+        }
+        return cuda::output_of(check_linear(args)).in_pairs;
+    };
+    const LinearArgs call = large_call();
+    EXPECT_TRUE(in_pairs(call));
+    LinearArgs args = call;
+    args.out.strides[0] = 4097;
+    EXPECT_FALSE(in_pairs(args));
+    args.out.strides[0] = 4098;
+    EXPECT_TRUE(in_pairs(args));
+    args.residual = call.out;
+    EXPECT_TRUE(in_pairs(args));
+    args.residual->strides[0] = 4097;
+    EXPECT_FALSE(in_pairs(args));
+    for (int64_t width : {4095, 4096}) {
+        args = call;
+        args.w.shape[0] = 2 * width;
+        args.out.shape[1] = width;
+        args.bias = TensorView(nullptr, DType::bfloat16, {2 * width});
+        args.bias->device = args.x.device;
+        args.activation = Activation::silu_gate;
+        EXPECT_EQ(in_pairs(args), width % 2 == 0);
+    }
+}
+
+// Rows that rms_norm leaves in workspace begin on 16 bytes.
+TEST(LinearPlan, NormalisedRows) {
+    LinearParams p{};
+    for (const auto& [dtype, depth, stride] : {std::tuple(DType::bfloat16, 64, 64),
+                                               {DType::bfloat16, 65, 72},
+                                               {DType::float16, 71, 72},
+                                               {DType::float32, 65, 68}}) {
+        p.dtype = dtype;
+        p.depth = depth;
+        EXPECT_EQ(cuda::normalised_stride(p), stride);
+    }
 }
 
 TEST(LinearPlan, Refusals) {
