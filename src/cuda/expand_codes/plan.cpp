@@ -172,9 +172,7 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
                       "keys and values would be products with the scales of their heads, for which float16 "
                       "has less range than there is where the scales are left out of the numbers");
     }
-    // The tile of every instance divides this.
-    constexpr int32_t kAnyTile = 64 * 5 * 7 * 2;
-    if (p.seqlen_k > INT32_MAX - kAnyTile || tensor_bytes(p, num_slots, p.seqlen_k) > kMaxExpandedBytes / 2) {
+    if (tensor_bytes(p, num_slots, p.seqlen_k) > kMaxExpandedBytes / 2) {
         return refuse(why_not, "it takes up to ", kMaxExpandedBytes >> 20, " MB of workspace, and ",
                       counted(num_slots, "sequence"), " x ", p.seqlen_k, " tokens of room in page_table x ",
                       counted(p.num_kv_heads, "KV head"), " take ",
@@ -186,6 +184,7 @@ std::optional<ExpandedPlan> make_plan(const AttentionParams& p, const Gpu& gpu, 
         if (row) return plan_sm90_attention_with(over_numbers, gpu, *row);
         return plan_sm90_attention(over_numbers, gpu, why_not);
     };
+    constexpr int32_t kAnyTile = 64 * 5 * 7 * 2;  // which the tile of every instance divides
     const auto any = attention_of(whole_tiles(p.seqlen_k, kAnyTile), why_not);
     if (!any) return std::nullopt;
     ExpandedPlan plan{};

@@ -42,8 +42,7 @@ int64_t scheduled_tiles(const LatentAttentionParams& p, int32_t tile_keys) {
 bool can_schedule(const LatentAttentionParams& p, int32_t tile_keys) {
     // A schedule counts more for each sequence than its tiles.
     constexpr int64_t kMost = (int64_t{1} << 31) - kSm90LatentCost * kMaxLatentScheduleBatch;
-    return p.num_splits == 0 && p.batch <= kMaxLatentScheduleBatch && p.seqlen_k < kMost - 256 &&
-           scheduled_tiles(p, tile_keys) < kMost;
+    return p.num_splits == 0 && p.batch <= kMaxLatentScheduleBatch && scheduled_tiles(p, tile_keys) < kMost;
 }
 
 // Whether sm90_latent can have a schedule. A run has a CTA for each tile of rows that a sequence may have,
