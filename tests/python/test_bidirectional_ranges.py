@@ -290,6 +290,16 @@ PAGED = Q[:, 0], K, K, np.array([[0], [1]], np.int32), np.array([30, 30], np.int
             ValueError,
             r"bidirectional_ranges must be in C order; got strides \[12, 4, 1\]",
         ),
+        (  # between sequences alone
+            np.zeros((2, 6, 2), np.int32)[:, :3],
+            ValueError,
+            r"bidirectional_ranges must be in C order; got strides \[12, 2, 1\]",
+        ),
+        (  # between ranges alone
+            np.lib.stride_tricks.as_strided(np.zeros(16, np.int32), (2, 3, 2), (24, 16, 4)),
+            ValueError,
+            r"bidirectional_ranges must be in C order; got strides \[6, 4, 1\]",
+        ),
         (
             np.array([[[3, 9]], [[-1, 4]]], np.int32),
             ValueError,

@@ -275,6 +275,12 @@ CASES = [
     case(
         *A,
         ValueError,
+        "prefix_lens[1] must be below 2^31; got 4294967299",
+        prefix_lens=np.array([1, 2**32 + 3], np.int64),
+    ),
+    case(
+        *A,
+        ValueError,
         "alibi_slopes must have shape [num_q_heads] or [batch, num_q_heads]; got [1, 2, 4]",
         alibi_slopes=f32(1, 2, 4),
     ),

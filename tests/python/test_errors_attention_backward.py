@@ -103,6 +103,12 @@ CASES = [
         v=f32(2, 5, 3, 8),
     ),
     case(*D, ValueError, "prefix_lens[1] must be at least 0; got -1", prefix_lens=i32([1, -1])),
+    case(
+        *D,
+        ValueError,
+        "prefix_lens[1] must be below 2^31; got 4294967299",
+        prefix_lens=np.array([1, 2**32 + 3], np.int64),
+    ),
     case(*D, ValueError, "num_q_heads of alibi_slopes (2) must equal that of q (4)", alibi_slopes=f32(2)),
     # Numbers.
     case(*D, ValueError, "softcap must be 0 (none) or positive; got -1", softcap=-1.0),
