@@ -1,4 +1,5 @@
 // What CUDA calls of many queries over caches of codes run: plans are pure functions, and need no GPU.
+#include "cuda/cache_arrays.h"
 #include "cuda/decode/plain_calls.h"
 #include "plan_testing.h"
 
@@ -164,6 +165,9 @@ TEST(Plan, ScalesOfTokens) {
     }
     args.k_scales->strides[0] = args.v_scales->strides[0] = 0;
     EXPECT_EQ(token_scales(args), "false") << "one scale for each KV head";
+    shape = {1, 1};
+    shape.page_size = 1;  // axes of one scale, whose strides do not matter
+    EXPECT_TRUE(cuda::has_token_scales(checked(with_scales(over_codes(shape)))));
 }
 
 // Offsets of codes are counted in 16 bytes, and those of scales in words, in 32 bits without a sign.

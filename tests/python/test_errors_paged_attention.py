@@ -251,6 +251,18 @@ CASES = [
         cu_seqlens_q=i32([0, 2, 2]),
         seq_lens=i32([1, 1]),
     ),
+    *(
+        case(  # of queries that see all keys, some need a position
+            *P,
+            ValueError,
+            "seq_lens[0] (1) counts the new tokens and must be 0 (padding) or at least their number (2)",
+            cu_seqlens_q=i32([0, 2, 2]),
+            seq_lens=i32([1, 1]),
+            causal=False,
+            **option,
+        )
+        for option in ({"alibi_slopes": f32(4)}, {"window_left": 5}, {"window_right": 5})
+    ),
     case(
         *P,
         ValueError,

@@ -321,6 +321,8 @@ def test_scales_in_the_memory_of_codes() -> None:
         octavo.paged_attention(new, **arguments, **tables, out=out[: new.size].reshape(new.shape))
     with pytest.raises(ValueError, match="append_kv: k must not overlap v_scales in memory"):
         octavo.append_kv(out[: new.size].reshape(new.shape), new, **arguments, **tables)
+    with pytest.raises(ValueError, match="append_kv: v must not overlap v_scales in memory"):
+        octavo.append_kv(new, out[: new.size].reshape(new.shape), **arguments, **tables)
     static = np.ones(NUM_KV_HEADS, np.float32)
     arguments = {**int8(), "k_scales": None, "k_scale": out[:NUM_KV_HEADS], "v_scales": out.reshape(LEADING)}
     out[:NUM_KV_HEADS] = static
