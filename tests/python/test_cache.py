@@ -193,6 +193,28 @@ def test_append_strided_tokens(target: Target) -> None:
 
 
 @writable_target
+def test_append_by_columns_of_a_wider_table(target: Target) -> None:
+    """A view, whose rows lie further apart than it has columns."""
+    case = Case("append_wider_table", (5, 1, 3), (21, 9, 30), num_kv_heads=2)
+    inputs = problems.make_inputs(case, target.dtype)
+    table, num_pages = problems.make_page_table(case)
+    wider = np.full((len(table), table.shape[1] + 3), 2**30, np.int32)
+    wider[:, : table.shape[1]] = table
+    cache = MutableCache.make(target, case, num_pages, "contiguous")
+    k, v = inputs.q[:, :2], inputs.q[:, 2:]
+    octavo.append_kv(
+        target.array(k),
+        target.array(v),
+        cache.k_pages,
+        cache.v_pages,
+        target.int32(wider)[:, : table.shape[1]],
+        target.int32(case.seqlens_k),
+        cu_seqlens=target.int32(inputs.cu_seqlens_q),
+    )
+    cache.check_append(case, table, k, v)
+
+
+@writable_target
 @pytest.mark.parametrize(("k_scale", "v_scale"), [(0.25, 4.0), (2.0, None), (None, 3.0), (0.3, 1.7)])
 def test_append_divides_by_the_scales(target: Target, k_scale: float | None, v_scale: float | None) -> None:
     case = Case("append_scaled", (5, 1, 3), (21, 9, 30), num_kv_heads=2)
