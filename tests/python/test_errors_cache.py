@@ -130,6 +130,14 @@ CASES = [
         k_pages=BOTH[:3],
         v_pages=BOTH[2:5],
     ),
+    case(  # v_pages begin behind k_pages by a page of both, less a slot
+        *K,
+        ValueError,
+        "v_pages must not share elements with k_pages; both may be views of one array, but not of the same "
+        "part",
+        k_pages=(both := f32(4, 8, 2, 8))[:3, 1:5],
+        v_pages=both[1:, :4],
+    ),
     # copy_pages
     case(*C, ValueError, f"v_pages must have shape {PAGES}; got [12, 2, 8]", v_pages=f32(12, 2, 8)),
     case(*C, ValueError, "k_pages must be writable; it is read-only", k_pages=read_only(f32(3, 4, 2, 8))),
