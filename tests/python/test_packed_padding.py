@@ -100,6 +100,14 @@ def test_paged_attention_leaves_the_rows_of_out() -> None:
         q, *pages, np.array([[0], [2]], np.int32), np.array([2, 1], np.int32), cu_seqlens_q=[0, 2, 3], out=out
     )
     assert (out[:3] == 1.0).all() and (out[3:] == 7.0).all()
+    # So do the passes over a shared prefix and behind it.
+    table, lens = np.array([[0, 1], [0, 2]], np.int32), np.array([6, 5], np.int32)
+    for shared_prefix_len in (0, 4):
+        out = np.full_like(q, 7.0)
+        octavo.paged_attention(
+            q, *pages, table, lens, cu_seqlens_q=[0, 2, 3], shared_prefix_len=shared_prefix_len, out=out
+        )
+        assert (out[:3] == 1.0).all() and (out[3:] == 7.0).all()
 
 
 def test_torch_and_jax() -> None:
