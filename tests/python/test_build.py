@@ -225,6 +225,20 @@ def test_another_library_in_the_process(tmp_path, mode):
     assert result.stdout == "8.0 8.0\n", result.stderr or result.returncode
 
 
+def test_no_symbol_is_unique_in_the_process():
+    """Of a GNU_UNIQUE symbol a process has but one, however many libraries define it: kernels would be looked
+    up in another's table."""
+    if find_program("readelf") is None:
+        pytest.skip("needs readelf")
+    libraries = [str(path) for path in Path(octavo.__file__).parent.rglob("liboctavo.so*")]
+    if not libraries:
+        pytest.skip("octavo was built in place, with the library inside the extension")
+    result = run("readelf", "--wide", "--dyn-syms", *libraries)
+    symbols = result.stdout.splitlines()
+    assert result.returncode == 0 and any(" octavo_attention" in symbol for symbol in symbols), result.stderr
+    assert [symbol for symbol in symbols if " UNIQUE " in symbol] == []
+
+
 # Plain CMake, which fetches nothing
 
 NVCC_12_6 = "#!/bin/sh\necho Cuda compilation tools, V12.6.85\n"
