@@ -62,18 +62,23 @@ class StreamKRange {
         const int32_t num_ctas = gridDim.x;
         const int32_t items = schedule.num_items(), count = schedule.uniform_count();
         if (count > 0 && items <= num_ctas) {
-            // Each item has CTAs of its own. Combining more than 32 takes as long as they save.
+            // Each item has CTAs of its own, unless these would leave many SMs idle. Combining more than 32
+            // takes as long as they save.
+            const int32_t room = num_ctas / items;
             ctas_per_item_ = max(count / Config::kMinBlocks, 1);
-            ctas_per_item_ =
-                min(num_ctas / items, ctas_per_item_ <= 32 ? ctas_per_item_ : max(32, ctas_per_item_ / 2));
-            const int32_t item = cta / ctas_per_item_;
-            if (item >= items) return;
-            const Shares shares(count, ctas_per_item_);
-            begin_item = schedule.find(item * count);
-            begin = begin_item.begin + shares.begin(cta - item * ctas_per_item_);
-            end = begin_item.begin + shares.begin(cta - item * ctas_per_item_ + 1);
-            cost_begin_ = begin, cost_end_ = end;
-            return;
+            if (ctas_per_item_ > 32) ctas_per_item_ = max(32, ctas_per_item_ / 2);
+            if (ctas_per_item_ <= room || 8 * items * room >= 7 * num_ctas) {
+                ctas_per_item_ = min(room, ctas_per_item_);
+                const int32_t item = cta / ctas_per_item_;
+                if (item >= items) return;
+                const Shares shares(count, ctas_per_item_);
+                begin_item = schedule.find(item * count);
+                begin = begin_item.begin + shares.begin(cta - item * ctas_per_item_);
+                end = begin_item.begin + shares.begin(cta - item * ctas_per_item_ + 1);
+                cost_begin_ = begin, cost_end_ = end;
+                return;
+            }
+            ctas_per_item_ = 0;
         }
         const int32_t items_per_cta = (items + num_ctas - 1) / num_ctas;
         if (count > 0 && 8 * items >= 7 * items_per_cta * num_ctas) {
