@@ -59,13 +59,19 @@ def _dequantise(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _random_codes(shape: tuple[int, ...], kind: str, device: str) -> tuple[Tensor, Tensor]:
-    """Codes as rows of normal values have them, and their scales."""
-    sizes = 0.75 + 0.5 * torch.rand(shape[:-1], device=device)
+    """The codes of normal values, by the formulas of `append_kv`, and their scales. Products take as much
+    power as their operands change: codes and numbers can be compared only where both hold like values.
+    """
+    values = torch.randn(shape, device=device)
     if kind == "int8":
-        codes = torch.randint(0, 255, shape, device=device, dtype=torch.uint8)
-        return (codes.view(torch.int8) // 2).clamp_(min=-63) * 2, sizes / 64
-    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), device=device, dtype=torch.uint8)
-    return codes, torch.stack([sizes / 4, -7.5 * sizes / 4], -1).to(torch.float16)
+        scales = values.abs().amax(-1) / 127
+        return values.div_(scales.unsqueeze(-1)).round_().to(torch.int8), scales
+    least, most = values.aminmax(dim=-1)
+    scales = torch.stack([(most - least) / 15, least], -1).to(torch.float16)
+    scale, minimum = scales.float().unsqueeze(-2).unbind(-1)
+    codes = values.sub_(minimum).div_(scale).round_().clamp_(0, 15).to(torch.uint8)
+    even, odd = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return even | odd << 4, scales
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
