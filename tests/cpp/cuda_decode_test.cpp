@@ -215,7 +215,7 @@ INSTANTIATE_TEST_SUITE_P(
         DecodeCase{"three_items_of_units_a_cta", "even", alike(50, 1040), 8, 4, 4, -1, 16},
         DecodeCase{"ragged_sixteen_rows", "by_length", {513, 65, 1100, 64, 300, 777}, 8, 2, 8},
         DecodeCase{"short_among_long", "sized", short_among_long(64, 3000), 2, 4},
-        DecodeCase{"few_short_among_long", "sized", short_among_long(15, 1500), 8, 1},
+        DecodeCase{"few_short_among_long", "by_length", short_among_long(15, 1500), 8, 1},
         DecodeCase{"sixteen_rows_short_among_long", "by_length", short_among_long(12, 2500), 2, 4, 4},
         // More KV heads than an item of several units may have CTAs, and than SMs.
         DecodeCase{"many_kv_heads_one_sequence", "even", {300}, 140, 1},

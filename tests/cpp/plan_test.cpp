@@ -90,6 +90,37 @@ TEST(Plan, DecodeOfManySequences) {
     EXPECT_EQ(decode_plan(paged({256, 96, 8, 1, 64})), "even many 1");
 }
 
+// Items have one CTA each where these fill the places for them nearly twice, or most SMs if items are brief.
+TEST(Plan, DecodeOfWholeItems) {
+    EXPECT_EQ(decode_plan(paged({58, 2048})), "even short 1");  // 464 of 264 places
+    EXPECT_EQ(decode_plan(paged({57, 2048})), "sized short 2");
+    EXPECT_EQ(decode_plan(paged({58, 2112})), "sized short 2");  // more than 1 MB each
+    EXPECT_EQ(decode_plan(paged({58, 1024, 8, 4, 256})), "even many 1");
+    EXPECT_EQ(decode_plan(paged({16, 512})), "even short 1");  // 128 of 132 SMs
+    EXPECT_EQ(decode_plan(paged({9, 512, 8, 4, 256})), "even many 1");
+    EXPECT_EQ(decode_plan(paged({9, 1024, 8, 4, 64})), "even short 1");
+    EXPECT_EQ(decode_plan(paged({9, 1088, 8, 4, 64})), "sized short 2");
+    EXPECT_EQ(decode_plan(paged({67, 512, 1, 8})), "even short 1");
+    EXPECT_EQ(decode_plan(paged({66, 512, 1, 8})), "sized short 2");       // half of the SMs
+    EXPECT_EQ(decode_plan(paged({17, 4096, 8, 4, 512})), "sized many 4");  // of 2 MB
+    EXPECT_EQ(decode_plan(paged({16, 4096, 8, 4, 512})), "sized many 16");
+}
+
+// Where items leave less than two CTAs for each, and are not brief, most take one and the longest ones more.
+TEST(Plan, DecodeByLengthOfAsManyItemsAsSms) {
+    EXPECT_EQ(decode_plan(paged({32, 2048, 4, 8})), "by_length long 2");
+    EXPECT_EQ(decode_plan(paged({32, 2112, 4, 8})), "sized short 2");  // more than 1 MB each
+    EXPECT_EQ(decode_plan(paged({16, 1024})), "by_length long 1");
+    EXPECT_EQ(decode_plan(paged({16, 1088})), "sized short 2");  // an SM has no second CTA for a long one
+    EXPECT_EQ(decode_plan(paged({17, 1024})), "even short 1");   // more items than SMs
+    EXPECT_EQ(decode_plan(paged({33, 1024, 4, 8})), "even short 1");
+    EXPECT_EQ(decode_plan(paged({16, 1024, 8, 4, 256})), "sized many 2");
+    PagedAttentionArgs behind_prefix = paged({16, 1024});
+    behind_prefix.shared_prefix_len = 256;
+    const auto plan = cuda::make_shared_prefix_plan(checked(behind_prefix), *cuda::find_gpu("h200"));
+    EXPECT_NE(std::get<cuda::SplitKvPlan>(plan.behind_prefix).policy, cuda::SplitPolicy::by_length);
+}
+
 // The kernel that combines splits would write the rows of earlier sequences, too.
 TEST(Plan, TheRestOfAPackedBatchIsNotSplit) {
     Shape shape{1, 8192};

@@ -352,13 +352,24 @@ SplitKvPlan plan_splits_by_length(SplitKvPlan plan, const SplitKvProblem& proble
 
 // How many splits of about one size an item of full length has.
 int64_t sized_splits(const SplitKvProblem& problem) {
-    const int64_t split_bytes = (std::max(problem.p.head_dim, problem.p.head_dim_v) <= 64 ? 768 : 512) * 1024;
+    // Beyond head dim 256, an SM has room for one CTA, and reads nothing while the next one starts.
+    const int32_t head_dim = std::max(problem.p.head_dim, problem.p.head_dim_v);
+    const bool is_large = head_dim > 256 && problem.items() >= problem.gpu.num_sms;
+    const int64_t split_bytes = (head_dim <= 64 ? 768 : is_large ? 2048 : 512) * 1024;
     return (problem.item_bytes() + split_bytes / 2) / split_bytes;
 }
 
 // The most CTAs of sized splits on an SM. Of more, most might find no work, and all would take longer than
 // the others.
 constexpr int64_t kMostSizedOnSm = 16;
+
+// Above this size of an item, in bytes, a CTA that reads it alone would often be waited for.
+constexpr int64_t kLong = 1024 * 1024;
+
+// Whether the one CTA that reads an item takes so little time that a second one would save none.
+bool is_brief(const SplitKvProblem& problem) {
+    return problem.keys() <= 512 || problem.item_bytes() <= 256 * 1024;
+}
 
 // Whether the launch serves all sequences from their first key on.
 bool is_whole_batch(const AttentionParams& p) { return p.num_skipped_keys == 0 && p.most_queries == 0; }
@@ -383,18 +394,25 @@ bool suits_stream_k(const SplitKvProblem& problem) {
            items * item_bytes >= kMuch * sms;
 }
 
-// Whether splits are by length, and not sized. Two CTAs or more are left for each item. Where four are, or
-// over codes, it is as fast or faster; otherwise only where sized splits would be too few for all SMs, or
-// more than kMostSizedOnSm.
+// Whether splits are by length, and not sized. That is as fast or faster where four CTAs or more are left for
+// each item, or two over codes; with fewer only where sized splits would be too few for all SMs, or more than
+// kMostSizedOnSm. Where less than two are left, most items take one, which needs no combining, and the
+// longest ones the others: that was faster at head dims above 64 and up to 128.
 bool suits_by_length(const SplitKvProblem& problem) {
     const AttentionParams& p = problem.p;
     const int64_t items = problem.items(), sms = problem.gpu.num_sms;
-    if (problem.batch > kMaxSequencesByLength || p.seqlen_k >= 1 << 28 || 2 * items > sms) return false;
+    if (problem.batch > kMaxSequencesByLength || p.seqlen_k >= 1 << 28 || items > sms) return false;
     const int64_t ctas = items * sized_splits(problem);
-    if (ctas < sms) return true;
+    if (2 * items <= sms && ctas < sms) return true;
     // Splits by length have no place beside the kernel over a shared prefix. They do not serve a part of a
     // batch (plan_decode_at_once), for which sized splits are left where there are many.
     if (!is_whole_batch(p)) return false;
+    if (2 * items > sms) {
+        const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
+        const bool has_more_ctas = sms / p.num_kv_heads > problem.batch;  // for the longest items
+        return !problem.has_codes() && head_dim > 64 && head_dim <= 128 && !is_brief(problem) &&
+               problem.item_bytes() <= (has_more_ctas ? kLong : kLong / 2);
+    }
     return 4 * items <= sms || problem.has_codes() || ctas > kMostSizedOnSm * sms;
 }
 
@@ -418,6 +436,14 @@ std::optional<SplitKvPlan> plan_sized_splits(SplitKvPlan plan, const SplitKvProb
             splits = std::clamp<int64_t>(splits, 1, std::max<int64_t>(kMostSizedOnSm * sms / items, 1));
     } else {
         splits = std::max(splits, std::min(ceil_divide(sms, items), item_bytes / (64 * 1024)));
+        // Whole items need no combining. They take one CTA each where these fill the places for them nearly
+        // twice, and none is waited for long; and where they leave less than half of the SMs idle, but take
+        // so little time that a second CTA would save none. (128 sequences of 2048 keys with 4 heads of 128
+        // take 125 us instead of 130 on an H200, and 20 of 512 keys 8.2 instead of 11.)
+        const int64_t places = sms * problem.shape.short_items.ctas;
+        const bool are_many = 4 * items >= 7 * places && item_bytes <= kLong;
+        const bool fill_most_sms = 2 * items > sms && items <= sms;
+        if (are_many || (fill_most_sms && is_brief(problem))) splits = 1;
     }
     splits = std::clamp<int64_t>(splits, 1, problem.blocks);
     if (splits > 1 && items * splits > kMostSizedOnSm * sms) {
