@@ -217,9 +217,9 @@ INSTANTIATE_TEST_SUITE_P(
         DecodeCase{"short_among_long", "sized", short_among_long(64, 3000), 2, 4},
         DecodeCase{"few_short_among_long", "sized", short_among_long(15, 1500), 8, 1},
         // As many items as SMs, with a CTA each at head dim 128: none is left over, one is, items are brief.
-        DecodeCase{"as_many_items_as_ctas", "", ragged(16, 1000), 8, 4},
+        DecodeCase{"as_many_items_as_ctas", "", ragged(16, 900), 8, 4},
         DecodeCase{"a_cta_left_over", "", short_among_long(31, 1700), 4, 8},
-        DecodeCase{"brief_items", "even", ragged(16, 512), 8, 4},
+        DecodeCase{"brief_items", "even", ragged(16, 400), 8, 4},
         DecodeCase{"sixteen_rows_short_among_long", "by_length", short_among_long(12, 2500), 2, 4, 4},
         // More KV heads than an item of several units may have CTAs, and than SMs.
         DecodeCase{"many_kv_heads_one_sequence", "even", {300}, 140, 1},
