@@ -34,6 +34,8 @@ class KeyTileWalk {
 
     // Whether the next tile is one of the current row tile, so that advance() waits for nothing.
     __device__ bool goes_on() const { return tile_ > 0; }
+    // Moves on to that tile.
+    __device__ void go_on() { --tile_; }
     // Moves on to the next tile of the current row tile, or waits for the next row tile, and moves on to its
     // first one. That row tile may have none.
     __device__ KeyTileStep advance() {
@@ -233,31 +235,33 @@ __device__ __forceinline__ void convert_tiles_of(const CodePages& pages, KeyTile
                                                  unsigned char (&slots)[kStages][Config::kKeyTileBytes],
                                                  uint64_t* full, uint64_t* empty) {
     Ring<kStages> ring;
-    CodeTile<Config, kType> codes[2];
-    bool is_held[2] = {};
-    bool is_end = false;
-    while (true) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            KeyTileStep step = KeyTileStep::none;
-            typename KeyTileWalk<Config>::Place place{};
-            if (tiles.goes_on()) {
-                step = tiles.advance();
-                place = tiles.find_place();
-            }
-            if (is_held[i]) convert_tile(codes[i], slots, full, empty, ring);
-            is_held[i] = false;
-            if (step == KeyTileStep::none && !is_end) {
-                step = is_held[i ^ 1] ? tiles.advance() : tiles.find();
-                if (step == KeyTileStep::tile) place = tiles.find_place();
-                is_end = step == KeyTileStep::end;
-            }
-            if (step == KeyTileStep::tile) {
-                codes[i].load(pages, place);
-                is_held[i] = true;
-            }
-            if (is_end && !is_held[i ^ 1]) return;
+    CodeTile<Config, kType> first, second;
+    bool first_is_held = false, second_is_held = false, is_end = false;
+    // Converts `codes` if it holds a tile, and loads the next one into it. False once there is none, and the
+    // other tile is not held either.
+    const auto take_turn = [&](CodeTile<Config, kType>& codes, bool& is_held, const bool& other_is_held) {
+        const bool goes_on = tiles.goes_on();
+        typename KeyTileWalk<Config>::Place place{};
+        if (goes_on) {
+            tiles.go_on();
+            place = tiles.find_place();
         }
+        if (is_held) convert_tile(codes, slots, full, empty, ring);
+        is_held = goes_on;
+        if (!goes_on && !is_end) {
+            KeyTileStep step;
+            do {
+                step = tiles.advance();
+            } while (step == KeyTileStep::none && !other_is_held);
+            is_end = step == KeyTileStep::end;
+            is_held = step == KeyTileStep::tile;
+            if (is_held) place = tiles.find_place();
+        }
+        if (is_held) codes.load(pages, place);
+        return is_held || other_is_held || !is_end;
+    };
+    while (take_turn(first, first_is_held, second_is_held) &&
+           take_turn(second, second_is_held, first_is_held)) {
     }
 }
 
