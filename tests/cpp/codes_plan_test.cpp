@@ -68,6 +68,20 @@ TEST(Plan, ShortItemsOfSixteenRowsOverCodes) {
     EXPECT_EQ(field(explain(over_codes(shape), "h200"), "policy"), "by_length");
 }
 
+// Items that leave less than two CTAs for each, up to 1024 keys at head dim 128.
+TEST(Plan, AsManyItemsOverCodesAsSms) {
+    auto policy = [](const Shape& shape) { return field(explain(over_codes(shape), "h200"), "policy"); };
+    EXPECT_EQ(policy({16, 1024}), "by_length");
+    EXPECT_EQ(policy({16, 1040}), "sized");
+    auto over_int4_policy = [](const Shape& shape) {
+        return field(explain(over_int4(shape), "h200"), "policy");
+    };
+    EXPECT_EQ(over_int4_policy({16, 1024}), "by_length");
+    EXPECT_EQ(over_int4_policy({16, 704}), "even");  // less than 128 KB, for which one split is enough
+    EXPECT_EQ(policy({16, 1024, 8, 4, 64}), "sized");
+    EXPECT_EQ(policy({16, 1024, 8, 4, 256}), "sized");
+}
+
 // Where most sequences may be much shorter than the room, and over int4 where there is much to do in few
 // items.
 TEST(Plan, UnlikeLengthsOverCodesAreSharedOutEvenly) {

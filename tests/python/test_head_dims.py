@@ -213,7 +213,8 @@ def test_kernels_that_serve_pages() -> None:
         return octavo.explain("paged_attention", *shapes, device="h200", **options).kernel
 
     assert kernel(1, 8192).startswith("split_kv_decode<bfloat16, head_dim 512, 8 rows>")
-    assert kernel(64, 8192).startswith("stream_k_decode<bfloat16, head_dim 512, 8 rows>")
+    assert kernel(64, 8192).startswith("split_kv_decode<bfloat16, head_dim 512, 8 rows>")
+    assert kernel(64, 16384).startswith("stream_k_decode<bfloat16, head_dim 512, 8 rows>")
     assert kernel(64, 8192, batch_invariant=True).startswith("split_kv_decode<bfloat16, head_dim 512")
     many = {"cu_seqlens_q": Shape((5,), "int32"), "max_seqlen_q": 512}
     explanation = octavo.explain("paged_attention", *paged_shapes(4, 4096, 512), device="h200", **many)

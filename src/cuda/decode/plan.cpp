@@ -409,9 +409,10 @@ bool suits_by_length(const SplitKvProblem& problem) {
     if (!is_whole_batch(p)) return false;
     if (2 * items > sms) {
         const int32_t head_dim = std::max(p.head_dim, p.head_dim_v);
+        if (head_dim <= 64 || head_dim > 128) return false;
+        if (problem.has_codes()) return problem.keys() <= 1024 && problem.item_bytes() >= 128 * 1024;
         const bool has_more_ctas = sms / p.num_kv_heads > problem.batch;  // for the longest items
-        return !problem.has_codes() && head_dim > 64 && head_dim <= 128 && !is_brief(problem) &&
-               problem.item_bytes() <= (has_more_ctas ? kLong : kLong / 2);
+        return !is_brief(problem) && problem.item_bytes() <= (has_more_ctas ? kLong : kLong / 2);
     }
     return 4 * items <= sms || problem.has_codes() || ctas > kMostSizedOnSm * sms;
 }
