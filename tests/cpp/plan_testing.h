@@ -111,6 +111,15 @@ std::string kind_of(const Args& args, const char* gpu = "h200") {
     return kind_of(explain(args, gpu));
 }
 
+// Why an H200 does not run a kernel.
+template <class Args>
+std::string why_not(const Args& args, const std::string& kernel) {
+    for (const auto& [name, reason] : explain(args, "h200").why_not) {
+        if (name == kernel) return reason;
+    }
+    return "it serves";
+}
+
 // ---- random problems
 
 class Random {
