@@ -210,9 +210,9 @@ void Checker::same_shape(const char* name, const TensorView& t, const char* othe
                      t.shape_string());
 }
 
-void Checker::length(const char* what, int64_t value) const {
-    if (value < 0 || value > kMaxLength) {
-        fail<ValueError>(op_, what, " must lie in [0, ", kMaxLength, "]; got ", value);
+void Checker::length(const char* what, int64_t value, int64_t most) const {
+    if (value < 0 || value > most) {
+        fail<ValueError>(op_, what, " must lie in [0, ", most, "]; got ", value);
     }
 }
 

@@ -64,7 +64,7 @@ class Checker {
     void row_each(const char* name, int64_t rows, int64_t batch, const char* offsets) const;
     void same_shape(const char* name, const TensorView& t, const char* other_name,
                     const TensorView& other) const;
-    void length(const char* what, int64_t value) const;  // 0 <= value <= kMaxLength
+    void length(const char* what, int64_t value, int64_t most = kMaxLength) const;  // 0 <= value <= most
 
     // Checks an array that is written to: no two indices may mean the same element.
     void writable(const char* name, const TensorView& t) const;

@@ -286,6 +286,11 @@ PAGED = Q[:, 0], K, K, np.array([[0], [1]], np.int32), np.array([30, 30], np.int
         ),
         (np.zeros((3, 1, 2), np.int32), ValueError, "batch of bidirectional_ranges"),
         (
+            np.broadcast_to(np.zeros(2, np.int32), (2, 2**29 + 1, 2)),
+            ValueError,
+            r"num_ranges must lie in \[0, 536870912\]; got 536870913",
+        ),
+        (
             np.zeros((2, 6, 2), np.int32)[:, ::2],
             ValueError,
             r"bidirectional_ranges must be in C order; got strides \[12, 4, 1\]",
