@@ -151,7 +151,9 @@ struct AppendKvArgs {
 void append_kv(const AppendKvArgs& args);
 
 // Copies whole pages inside the cache, or from it to another one. copies: int32 or int64 [n, 2], (from, to),
-// rows at any stride; no page is both read and written, and none is written twice.
+// rows at any stride; no page is both read and written, and none is written twice. Where k_pages and v_pages
+// are written, they must have no element in common, unless rows of one are the same rows of the other or
+// parts of them, as with latents.
 //
 // Caches may differ in their number of pages, and one of them may be in host memory while the other is on a
 // GPU: then the GPU copies, the host memory must be pinned (cudaHostAlloc, cudaHostRegister), and the host

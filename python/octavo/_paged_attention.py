@@ -412,7 +412,9 @@ def copy_pages(
         k_pages: float32, float16, bfloat16, int8, float8_e4m3fn, float8_e5m2 or uint8,
             [num_pages, page_size, num_kv_heads, head_dim]: the cache of keys; written, unless another one
             is. Any strides, with a unit last one.
-        v_pages: like k_pages: the cache of values, with a head_dim of its own.
+        v_pages: like k_pages: the cache of values, with a head_dim of its own. It shares no element with
+            k_pages where these are written, unless its rows are those of k_pages or parts of them, as with
+            latents.
         copies: int32 or int64 [n, 2]: (from, to) pages, as ``PageAllocator.take_copies`` returns them; rows
             at any stride. No page is both read and written, and none is written twice. They are on the GPU if
             either cache is, which then reads the lower 32 bits of int64.

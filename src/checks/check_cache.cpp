@@ -28,6 +28,21 @@ void check_cache(const Checker& check, const CacheArrays& cache, bool is_written
     check.length((std::string("head_dim of ") + v_name).c_str(), v_pages.shape[3]);
 }
 
+// Whether each row of one array is the same row of the other or a part of it, as values of latents are of
+// keys. Then what a copy of a page writes to both is the same.
+bool share_rows(const TensorView& a, const TensorView& b) {
+    for (int axis = 0; axis < 3; ++axis) {
+        if (stride_of(a, axis) != stride_of(b, axis)) return false;
+    }
+    auto is_within = [](const TensorView& part, const TensorView& whole) {
+        const auto begin = reinterpret_cast<uintptr_t>(whole.data);
+        const auto part_begin = reinterpret_cast<uintptr_t>(part.data);
+        return part_begin >= begin && part_begin + part.shape[3] * size_of(part.dtype) <=
+                                          begin + whole.shape[3] * size_of(whole.dtype);
+    };
+    return is_within(a, b) || is_within(b, a);
+}
+
 // What pages that are only copied hold: the dtypes of the arrays, which must make a pair.
 StoredDtypes copied_dtypes(const Checker& check, const CacheArrays& cache) {
     const DType k = cache.k_pages.dtype, v = cache.v_pages.dtype;
@@ -351,6 +366,8 @@ CopyPagesParams check_copy_pages(const CopyPagesArgs& args) {
         check.apart("k_pages", from.k_pages, "to_v_pages", to.v_pages);
         check.apart("v_pages", from.v_pages, "to_k_pages", to.k_pages);
         check.apart("v_pages", from.v_pages, "to_v_pages", to.v_pages);
+    } else if (!share_rows(args.k_pages, args.v_pages)) {
+        check_from.no_shared_elements("v_pages", args.v_pages, "k_pages", args.k_pages);
     }
     if (args.copies.device != p.device) {
         fail<DeviceError>(op, "copies must be on ", to_string(p.device),

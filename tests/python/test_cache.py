@@ -315,6 +315,16 @@ def test_a_list_of_no_copies() -> None:
     np.testing.assert_array_equal(pages, 1)
 
 
+@pytest.mark.parametrize("values", [slice(None), slice(4), slice(4, 8)])
+def test_copy_pages_of_latents(values: slice) -> None:
+    """Values are the keys, or some of their numbers, and there is one array of both."""
+    pages = np.arange(3 * 4 * 2 * 8, dtype=np.float32).reshape(3, 4, 2, 8)
+    expected = pages.copy()
+    expected[2] = expected[0]
+    octavo.copy_pages(pages, pages[..., values], [[0, 2]])
+    np.testing.assert_array_equal(pages, expected)
+
+
 @writable_target
 def test_copies_may_be_columns_of_a_wider_array(target: Target) -> None:
     cache = MutableCache.make(target, Case("copy_columns", (), (), num_kv_heads=2), 10, "contiguous")

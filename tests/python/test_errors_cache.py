@@ -186,6 +186,17 @@ CASES = [
         for name in ("k_pages", "v_pages")
         for dtype, size in (("float32", 2**29), ("float16", 2**30))
     ),
+    *(
+        case(
+            *C,
+            ValueError,
+            "v_pages must not share elements with k_pages; both may be views of one array, but not of the "
+            "same part",
+            k_pages=BOTH[:3],
+            v_pages=v_pages,
+        )
+        for v_pages in (BOTH[1:4], BOTH[2::-1])
+    ),
     # copy_pages between caches
     case(
         *B,
