@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from octavo import _core
@@ -151,15 +151,19 @@ def _meant_by(keyword: str, parameters: tuple[str, ...]) -> list[str]:
     return difflib.get_close_matches(keyword, parameters, n=1, cutoff=0.8)
 
 
-def refuse_call(signature: Callable[..., None], given: Mapping[str, object]) -> None:
+def refuse_call(
+    signature: Callable[..., None], given: Mapping[str, object], excess: Sequence[object] = ()
+) -> None:
     """Raise TypeError, as Python would, if a call does not fit the signature.
 
     Args:
         signature: a function with that signature which does nothing.
         given: the arguments by name, those without a default and unknown ones among them; some are MISSING.
+        excess: arguments by position, behind all that the signature takes.
     """
     code = signature.__code__
-    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    count = code.co_argcount
+    parameters = code.co_varnames[: count + code.co_kwonlyargcount]
     for keyword in given:
         if keyword not in parameters:
             meant = " or ".join(_meant_by(keyword, parameters))
@@ -167,6 +171,13 @@ def refuse_call(signature: Callable[..., None], given: Mapping[str, object]) -> 
                 f"{signature.__name__}() got an unexpected keyword argument '{keyword}'"
                 + (f"; did you mean {meant}?" if meant else "")
             ) from None
+    if excess:
+        last, *keywords = parameters[count - 1 :]
+        advice = f"; those after {last} must be given by keyword, such as {keywords[0]}" if keywords else ""
+        raise TypeError(
+            f"{signature.__name__}() takes {count} positional arguments but {count + len(excess)} were given"
+            + advice
+        ) from None
     try:
         signature(**{name: value for name, value in given.items() if value is not MISSING})
     except TypeError as error:

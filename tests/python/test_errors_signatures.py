@@ -145,6 +145,24 @@ def test_missing_arguments_are_named(module: str, function: str) -> None:
         assert str(caught.value) == f"{function}() missing 1 required {kind} argument: '{absent.name}'"
 
 
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(m, f) for m in ("octavo", "octavo.jax") for f in FUNCTIONS if has(m, f)],
+)
+def test_positional_arguments_in_place_of_keywords(module: str, function: str) -> None:
+    called = get(module, function)
+    parameters = list(inspect.signature(called).parameters.values())
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    count = len(parameters) - len(keywords)
+    last = parameters[count - 1].name
+    advice = f"; those after {last} must be given by keyword, such as {keywords[0]}" if keywords else ""
+    for given in (count + 1, count + 2):
+        with pytest.raises(TypeError) as caught:
+            called(*[4] * given)
+        message = f"{function}() takes {count} positional arguments but {given} were given{advice}"
+        assert str(caught.value) == message
+
+
 def test_only_parameters_are_suggested() -> None:
     """Each other name leads to parameters of a function that does not have it."""
     signatures = [inspect.signature(getattr(octavo, function)).parameters for function in FUNCTIONS]
