@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from octavo._cache import PagedCache, bytes_per_token, empty_cache, int_argument
-from octavo._core import PageAllocator, PageGroup
+from octavo._core import PageAllocator, PageGroup, check_head_dim
 from octavo._kv_layout import group_layers, most_pages_of_window, pages_within
 
 if TYPE_CHECKING:
     from octavo._types import SupportsDLPack
 
-_LARGEST_HEAD_DIM = 512  # of paged_attention
 _LONGEST = 8192  # tokens; each makes a row of the page table longer, which every step moves
 
 
@@ -55,10 +54,8 @@ class KVSequences:
             number = numbers[name] = int_argument("KVCache", name, given)
             if number < 1:
                 raise ValueError(f"KVCache: {name} ({number}) must be at least 1")
-            if name.startswith("head_dim") and not (number % 8 == 0 and number <= _LARGEST_HEAD_DIM):
-                raise ValueError(
-                    f"KVCache: {name} ({number}) must be a multiple of 8 from 8 to {_LARGEST_HEAD_DIM}"
-                )
+            if name.startswith("head_dim"):
+                check_head_dim("KVCache", name, number)
         num_layers, num_kv_heads, head_dim = (numbers[x] for x in ("num_layers", "num_kv_heads", "head_dim"))
         page_size, max_batch, max_tokens = (numbers[x] for x in ("page_size", "max_batch", "max_tokens"))
         max_length, head_dim_v = numbers.get("max_length"), numbers.get("head_dim_v")

@@ -6,6 +6,7 @@
 #include "bindings/make_array.h"
 #include "bindings/results.h"
 #include "bindings/scalars.h"
+#include "checks/attention_arguments.h"
 #include "common/print_kernels.h"
 #include "cuda/backend.h"
 #include "cuda/linear/library.h"
@@ -278,6 +279,13 @@ void bind_operators(nb::module_& m) {
     m.def("check_page_table", &check_page_table, nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::sig("def check_page_table(*args: object) -> None"));
+    m.def(
+        "check_head_dim",
+        [](const char* op, const char* name, nb::handle head_dim) {
+            check_head_dim(op, name, int_argument(op, name, head_dim));
+        },
+        nb::sig("def check_head_dim(op: str, name: str, head_dim: int) -> None"),
+        "Refuses what the operators of attention refuse, for caches that are made for them.");
     m.def("operator_arguments", &operator_arguments,
           nb::sig("def operator_arguments() -> dict[str, list[octavo._types.Argument]]"),
           "The arguments of each operator, in the order of its function here; results come last.");

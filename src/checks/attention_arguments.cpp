@@ -59,11 +59,6 @@ void set_dropout(AttentionParams& p, const Args& args) {
     if (p.dropout.any()) p.out_scale *= static_cast<float>(1.0 / (1.0 - args.dropout_p));
 }
 
-void check_head_dim(const char* op, const char* name, int64_t head_dim) {
-    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return;
-    fail<ValueError>(op, name, " (", head_dim, ") must be a multiple of 8 from 8 to ", kMaxHeadDim);
-}
-
 // There are as many values as keys, in as many heads; only their head dim may differ.
 void set_values(const Checker& check, AttentionParams& p, const TensorView& k, const TensorView& v) {
     const int last = k.ndim - 1;
@@ -101,6 +96,11 @@ RowStrides row_strides(const TensorView& t, const Layout& layout) {
     // Without a batch axis, axis 0 holds one token per sequence, or packed tokens, whose batch stride nobody
     // uses.
     return {stride_of(t, 0), stride_of(t, token_axis), stride_of(t, token_axis + 1)};
+}
+
+void check_head_dim(const char* op, const char* name, int64_t head_dim) {
+    if (head_dim >= 8 && head_dim <= kMaxHeadDim && head_dim % 8 == 0) return;
+    fail<ValueError>(op, name, " (", head_dim, ") must be a multiple of 8 from 8 to ", kMaxHeadDim);
 }
 
 void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,

@@ -30,6 +30,9 @@ RowStrides row_strides(const TensorView& t, const Layout& layout);
 void check_like_out(const Checker& check, const AttentionParams& p, const char* name, const TensorView& t,
                     const TensorView& q);
 
+// Checks the head dim of keys or of values, which the message calls `name`.
+void check_head_dim(const char* op, const char* name, int64_t head_dim);
+
 // Checks and sets the head counts and head_dim of queries and of keys named `k_name`; head_dim_v becomes the
 // same as head_dim until set_value_dim() sets it.
 void set_heads(const Checker& check, AttentionParams& p, const char* k_name, const TensorView& q,
